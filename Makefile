@@ -1,0 +1,34 @@
+# One entry point for people and for CI. Everything installs into .venv; nothing needs root except test-system.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: help install demo test check format clean
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+install: $(STAMP) ## create .venv and install the project with its development tools
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP) ## train a small model on 2 ranks, merge what they wrote, print a short table
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python launch/demo.py
+
+test: $(STAMP) ## every test that needs no root and no apt
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m "not system"
+
+check: $(STAMP) ## format, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## put the code into the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environment and caches
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,59 @@
+"""Frozen settings that users give, validated where they are made."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torchinstruments.errors import ConfigurationError
+
+__all__ = ["ErrorPolicy", "HistoryConfig", "RankPolicy"]
+
+
+class ErrorPolicy(StrEnum):
+    """What happens to an error while collecting. It is counted and kept in the manifest in every case."""
+
+    WARN = "warn"
+    """One warning a kind; training goes on."""
+
+    IGNORE = "ignore"
+    """No warning; training goes on."""
+
+    RAISE = "raise"
+    """The error surfaces at the next root forward, or at close."""
+
+
+class RankPolicy(StrEnum):
+    """Which ranks observe, by name."""
+
+    ALL = "all"
+    """Every rank, each in its own folder."""
+
+    RANK0 = "rank0"
+    """Rank 0 alone, in the run's folder itself."""
+
+    NODE = "node"
+    """Local rank 0 of each host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryConfig:
+    """How the history is buffered and summarised.
+
+    Attributes:
+        buffer_rows: Rows of history after which they become durable; 30 s at the latest in any case.
+        window: Samples in each of the two adjacent windows of a series summary.
+
+    Raises:
+        ConfigurationError: One of them is not a whole number of at least 1.
+    """
+
+    buffer_rows: int = 8192
+    window: int = 20
+
+    def __post_init__(self) -> None:
+        """Refuses what is not a positive whole number."""
+        for name in ("buffer_rows", "window"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(
+                    f"HistoryConfig({name}={value!r}) is not possible; give a whole number of at least 1"
+                )

@@ -1,0 +1,58 @@
+"""Every error that this package raises, in one small tree.
+
+::
+
+    TorchInstrumentsError
+    +-- ConfigurationError (ValueError)         an argument or variable that cannot work
+    +-- ObserverAlreadyAttachedError            one model, two observers
+    +-- StorageError (OSError)                  a store refused, or could not be reached
+    |   +-- StorageDeniedError                  wrong or missing credentials, no permission
+    |   +-- StorageNotFoundError                the bucket or parent folder does not exist
+    |   +-- StorageUnreachableError             no answer in time, or an answer that may pass
+    +-- RunFormatError (ValueError)             what lies there is not a run that this version reads
+
+A message is one sentence: the value, what is allowed, and the way out.
+"""
+
+__all__ = [
+    "ConfigurationError",
+    "ObserverAlreadyAttachedError",
+    "RunFormatError",
+    "StorageDeniedError",
+    "StorageError",
+    "StorageNotFoundError",
+    "StorageUnreachableError",
+    "TorchInstrumentsError",
+]
+
+
+class TorchInstrumentsError(Exception):
+    """Root of the tree: catch this to catch everything that this package raises on purpose."""
+
+
+class ConfigurationError(TorchInstrumentsError, ValueError):
+    """An argument or an environment variable that cannot work; the message names it and its value."""
+
+
+class ObserverAlreadyAttachedError(TorchInstrumentsError, RuntimeError):
+    """The model has an observer already; remove it first."""
+
+
+class StorageError(TorchInstrumentsError, OSError):
+    """A store refused a request, or could not be reached."""
+
+
+class StorageDeniedError(StorageError):
+    """The store knows who asks, or does not, and says no."""
+
+
+class StorageNotFoundError(StorageError):
+    """The bucket, or the folder that should hold the run, does not exist."""
+
+
+class StorageUnreachableError(StorageError):
+    """The store did not answer in time, or answered with a fault that may pass."""
+
+
+class RunFormatError(TorchInstrumentsError, ValueError):
+    """What lies at a URL is not a run, or one of a schema version that this release does not read."""

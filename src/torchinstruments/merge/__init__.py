@@ -1,0 +1,1 @@
+"""Offline: one answer from the folders of many ranks."""

@@ -1,0 +1,1 @@
+"""One sampled forward and its backward: observer, capture, gradients, sampling, selection."""

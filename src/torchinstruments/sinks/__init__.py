@@ -1,0 +1,1 @@
+"""Who consumes a sample: the delivery thread and the directory."""

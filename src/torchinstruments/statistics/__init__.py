@@ -1,0 +1,1 @@
+"""From tensors to numbers: reducers, the exact profile, batching of scalars."""

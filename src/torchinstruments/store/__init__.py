@@ -1,0 +1,1 @@
+"""From rows to durable Parquet on any filesystem, and back."""

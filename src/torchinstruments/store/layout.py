@@ -1,0 +1,132 @@
+"""Where everything of a run lies, relative to its folder; the only place that makes or parses such names.
+
+::
+
+    run.json  generations/000.json
+    rank-000/process-1a2b3c4d.json  rank-000/modules-1a2b3c4d.json
+    rank-000/history.parts/part-1a2b3c4d-000000.parquet  (samples, steps, fingerprints alike)
+    merged/result.json  merged/summary.parquet
+
+A world of one, and a run of rank 0 alone, use the run's folder itself in place of ``rank-000/``. Ranks and
+part numbers have *at least* the digits shown: readers parse digits and never sort names.
+"""
+
+import re
+from dataclasses import dataclass
+
+__all__ = [
+    "GENERATIONS",
+    "MERGED",
+    "RUN_FILE",
+    "TABLES",
+    "PartName",
+    "generation_file",
+    "manifest_file",
+    "modules_file",
+    "parse_generation",
+    "parse_manifest",
+    "parse_modules",
+    "parse_part",
+    "parse_rank_folder",
+    "part_file",
+    "rank_folder",
+    "safe_run_id",
+]
+
+RUN_FILE = "run.json"
+GENERATIONS = "generations"
+MERGED = "merged"
+TABLES = ("history", "samples", "steps", "fingerprints")
+
+_RANK = re.compile(r"rank-(\d{3,})")
+_PART = re.compile(r"part-([0-9a-f]{8})-(\d{6,})\.parquet")
+_MANIFEST = re.compile(r"process-([0-9a-f]{8})\.json")
+_MODULES = re.compile(r"modules-([0-9a-f]{8})\.json")
+_GENERATION = re.compile(r"(\d{3,})\.json")
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class PartName:
+    """What a part's file name says.
+
+    Attributes:
+        process: 8 hex digits of the process that wrote it.
+        sequence: Its number among the parts of that process and table.
+    """
+
+    process: str
+    sequence: int
+
+
+def rank_folder(rank: int, *, alone: bool) -> str:
+    """Returns the folder of a rank: ``""`` where the run's folder itself is used, else ``rank-NNN``."""
+    return "" if alone else f"rank-{rank:03d}"
+
+
+def parse_rank_folder(name: str) -> int | None:
+    """Returns the rank that a folder's name tells, or None where it is no rank's folder."""
+    match = _RANK.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def part_file(folder: str, table: str, process: str, sequence: int) -> str:
+    """Returns the path of a part."""
+    return _join(folder, f"{table}.parts/part-{process}-{sequence:06d}.parquet")
+
+
+def parse_part(name: str) -> PartName | None:
+    """Returns what a part's file name (without folders) says, or None where it is no part's name."""
+    match = _PART.fullmatch(name)
+    return PartName(match[1], int(match[2])) if match else None
+
+
+def manifest_file(folder: str, process: str) -> str:
+    """Returns the path of a process's manifest."""
+    return _join(folder, f"process-{process}.json")
+
+
+def parse_manifest(name: str) -> str | None:
+    """Returns the process that a manifest's file name tells, or None."""
+    match = _MANIFEST.fullmatch(name)
+    return match[1] if match else None
+
+
+def modules_file(folder: str, process: str) -> str:
+    """Returns the path of a process's module catalog."""
+    return _join(folder, f"modules-{process}.json")
+
+
+def parse_modules(name: str) -> str | None:
+    """Returns the process that a catalog's file name tells, or None."""
+    match = _MODULES.fullmatch(name)
+    return match[1] if match else None
+
+
+def generation_file(number: int) -> str:
+    """Returns the path of a generation's record."""
+    return f"{GENERATIONS}/{number:03d}.json"
+
+
+def parse_generation(name: str) -> int | None:
+    """Returns the generation that a file name in ``generations/`` tells, or None."""
+    match = _GENERATION.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def safe_run_id(run_id: str) -> str:
+    """Returns a run id made safe for a path: letters, digits, ``.``, ``_`` and ``-``, at most 120 characters.
+
+    Raises:
+        ValueError: Nothing is left of it.
+    """
+    safe = _UNSAFE.sub("-", run_id).strip("-.")[:120]
+    if not safe:
+        raise ValueError(
+            f"the run id {run_id!r} has no character that may stand in a path; give another run_id"
+        )
+    return safe
+
+
+def _join(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
