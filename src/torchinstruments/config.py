@@ -1,11 +1,25 @@
 """Frozen settings that users give, validated where they are made."""
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 
 from torchinstruments.errors import ConfigurationError
 
-__all__ = ["ErrorPolicy", "HistoryConfig", "RankPolicy"]
+__all__ = ["UNSET", "ErrorPolicy", "HistoryConfig", "RankPolicy", "Unset"]
+
+
+class Unset(Enum):
+    """Type of the default that stands for "not given", so that an explicit value that conflicts is seen."""
+
+    UNSET = "unset"
+
+    def __repr__(self) -> str:
+        """Returns ``UNSET``, as it reads in signatures."""
+        return "UNSET"
+
+
+UNSET = Unset.UNSET
+"""Not given, which is not the same as None."""
 
 
 class ErrorPolicy(StrEnum):

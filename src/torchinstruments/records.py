@@ -535,6 +535,8 @@ class Claim:
             another run, a store that did not answer.
         failure: One sentence that must raise on all ranks alike, else ``""``.
         failure_kind: ``denied``, ``not_found``, ``configuration`` or ``""``; chooses the error class.
+        alone: Whether the run began as a world of one, or with rank 0 alone, so that rank 0 uses the run's
+            folder itself for ever.
     """
 
     url: str
@@ -545,6 +547,7 @@ class Claim:
     notice: str = ""
     failure: str = ""
     failure_kind: str = ""
+    alone: bool = False
 
 
 class Outbox(Protocol):

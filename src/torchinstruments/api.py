@@ -1,0 +1,281 @@
+"""The three functions that a training script calls: attach, detach, ask.
+
+What is here checks arguments and puts the rooms together; nothing is measured, agreed or written here.
+"""
+
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchinstruments import environment
+from torchinstruments.config import UNSET, ErrorPolicy, HistoryConfig, RankPolicy, Unset
+from torchinstruments.enrolment import Destination, RunPlan
+from torchinstruments.errors import ConfigurationError
+from torchinstruments.observe.faults import Faults
+from torchinstruments.observe.observer import InertObserver, Observer, observer_of, refuse_second
+from torchinstruments.observe.probe import RootProbe
+from torchinstruments.observe.sampling import SamplingPolicy, TimedSampler, describe
+from torchinstruments.observe.selection import Layer, Selector, leaf_modules, select_layers
+from torchinstruments.ranks.clock import StepClock
+from torchinstruments.ranks.identity import new_process_id
+from torchinstruments.ranks.loss_scale import ScalerWatch
+from torchinstruments.ranks.optimizers import OptimizerWatch
+from torchinstruments.ranks.policy import parse_policy
+from torchinstruments.records import Identity, Signal
+from torchinstruments.session import RunSession
+from torchinstruments.statistics.reducers import Reducer, default_reducers, metric_names, validate_reducers
+from torchinstruments.store.layout import safe_run_id
+from torchinstruments.store.urls import check_url, is_remote
+
+__all__ = ["has_observer", "inject_observer", "remove_observer"]
+
+DEFAULT_OUTPUT_DIR = "stats"
+
+_channels = itertools.count()
+
+
+def inject_observer(
+    model: nn.Module,
+    *,
+    output_dir: str | os.PathLike[str] = DEFAULT_OUTPUT_DIR,
+    storage_options: Mapping[str, object] | None = None,
+    run_id: str | None = None,
+    interval: timedelta | Unset = UNSET,
+    sampler: SamplingPolicy | None = None,
+    selector: Selector | Unset = UNSET,
+    reducers: Sequence[Reducer] | Unset = UNSET,
+    history_config: HistoryConfig | Unset = UNSET,
+    rank_policy: RankPolicy | str | Collection[int] | Callable[[Identity], bool] = RankPolicy.ALL,
+    error_policy: ErrorPolicy | str = ErrorPolicy.WARN,
+    optimizer: Optimizer | Unset = UNSET,
+) -> Observer:
+    """Attaches an observer to a model; call it on every rank, after the model was wrapped.
+
+    Training stays bit for bit what it was. The first eligible forward of each interval becomes a sample: the
+    outputs of the selected layers and, in its backward, the gradients with respect to them are reduced to
+    scalars and kept. Call `remove_observer` at the end.
+
+    Args:
+        model: The model as the training loop calls it: plain, or wrapped by DDP, FSDP or ``torch.compile``.
+        output_dir: Folder of the run: a path, or any URL that fsspec knows, ``s3://bucket/run``. It may hold
+            ``{run_id}``. A folder that holds another run is left alone: this one goes beside it, and
+            `Observer.url` has the truth.
+        storage_options: For a URL: settings in fsspec's dialect. They are never written anywhere.
+        run_id: Name of the run, equal on all ranks. A job that is started again under the same id goes on in
+            the same folder. Else that of torchrun or Slurm, else one made by the leader.
+        interval: Time between samples, one minute where neither it nor a sampler is given.
+        sampler: Chooses the forwards to measure, in place of an interval.
+        selector: Chooses layers by name and module; leaf modules where it is not given.
+        reducers: What is computed of a tensor; the exact profile of nine statistics where it is not given.
+        history_config: How the history is buffered and summarised.
+        rank_policy: Which ranks observe: ``all``, ``rank0``, ``node`` (local rank 0 of each host), a
+            collection of ranks, or a callable of the `records.Identity`.
+        error_policy: What happens to errors while collecting: ``warn`` (once a kind), ``ignore``, or
+            ``raise``, at the next root forward. They are counted and kept in every case.
+        optimizer: The one whose steps count, where not every optimizer of the model's parameters should.
+
+    Returns:
+        The observer; an inert one on a rank that does not observe, and where ``TORCHINSTRUMENTS_DISABLED`` is
+        set.
+
+    Raises:
+        ObserverAlreadyAttachedError: The model has one already.
+        ConfigurationError: An argument, or the launcher's variables, cannot work. The message names both
+            where two conflict.
+        StorageDeniedError: The store denies access; on all ranks alike.
+        StorageNotFoundError: The bucket does not exist; on all ranks alike.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            f"model={model!r} is no torch.nn.Module; give the model that the training loop calls"
+        )
+    destination = _destination(output_dir, storage_options, run_id)
+    chosen_sampler = _sampler(interval, sampler)
+    chosen_reducers = default_reducers() if isinstance(reducers, Unset) else validate_reducers(reducers)
+    history = HistoryConfig() if isinstance(history_config, Unset) else history_config
+    if not isinstance(history, HistoryConfig):
+        raise ConfigurationError(
+            f"history_config={history!r} is not possible; give a HistoryConfig(buffer_rows=..., window=...)"
+        )
+    policy = parse_policy(rank_policy)
+    errors = _error_policy(error_policy)
+    if not isinstance(optimizer, (Unset, Optimizer)):
+        raise ConfigurationError(
+            f"optimizer={optimizer!r} is no torch.optim.Optimizer; give one, or leave it out to count the "
+            f"steps of every optimizer of the model"
+        )
+    refuse_second(model)
+    selector_errors: list[tuple[str, BaseException]] = []
+
+    def keep_selector_error(layer: str, error: BaseException) -> None:
+        selector_errors.append((layer, error))
+
+    layers = select_layers(
+        model, leaf_modules() if isinstance(selector, Unset) else selector, keep_selector_error
+    )
+    if environment.is_disabled():
+        return _attach_inert(model, destination.url)
+    session = RunSession(
+        process=new_process_id(),
+        device=_device_of(model),
+        destination=destination,
+        plan=RunPlan(
+            sampling=describe(chosen_sampler),
+            signals=(Signal.OUTPUT.value, Signal.OUTPUT_GRADIENT.value),
+            statistics=metric_names(chosen_reducers),
+            history={"buffer_rows": history.buffer_rows, "window": history.window},
+            policy=policy,
+        ),
+        history=history,
+        error_policy=errors,
+        channel=str(next(_channels)),
+    )
+    session.open()
+    if not session.observing:
+        return _attach_inert(model, session.url)
+    return _attach(
+        model,
+        session,
+        layers=layers,
+        sampler=chosen_sampler,
+        reducers=chosen_reducers,
+        error_policy=errors,
+        optimizer=None if isinstance(optimizer, Unset) else optimizer,
+        selector_errors=selector_errors,
+    )
+
+
+def remove_observer(model: nn.Module) -> None:
+    """Detaches the model's observer and finishes its files; does nothing where there is none.
+
+    Waits for at most two minutes until everything is where readers look; `Observer.close` takes another
+    time.
+
+    Raises:
+        Exception: With ``error_policy="raise"``, an error of collection that was not raised before.
+    """
+    observer = observer_of(model)
+    if observer is not None:
+        observer.close()
+
+
+def has_observer(model: nn.Module) -> bool:
+    """Returns whether the model is observed in this process. An inert observer does not observe."""
+    observer = observer_of(model)
+    return observer is not None and observer.observing
+
+
+def _attach_inert(model: nn.Module, url: str) -> Observer:
+    observer = InertObserver(url)
+    observer.attach(model)
+    return observer
+
+
+def _attach(
+    model: nn.Module,
+    session: RunSession,
+    *,
+    layers: Sequence[Layer],
+    sampler: SamplingPolicy,
+    reducers: Sequence[Reducer],
+    error_policy: ErrorPolicy,
+    optimizer: Optimizer | None,
+    selector_errors: Sequence[tuple[str, BaseException]],
+) -> Observer:
+    model_ref = weakref.ref(model)
+
+    def parameters() -> Iterable[torch.Tensor]:
+        present = model_ref()
+        return () if present is None else present.parameters()
+
+    faults = Faults(error_policy, session.put_error)
+    clock = StepClock(declared_optimizer=optimizer is not None)
+    optimizers = OptimizerWatch(clock, parameters, optimizer, on_error=faults.report_companion)
+    scale = ScalerWatch(clock, optimizers, on_error=faults.report_companion)
+    probe = RootProbe(
+        model,
+        layers=layers,
+        sampler=sampler,
+        reducers=reducers,
+        session=session,
+        clock=clock,
+        faults=faults,
+        scale=scale,
+        companions=(optimizers, scale),
+        selector_errors=selector_errors,
+    )
+    session.count_with(probe.counters)
+    observer = Observer(probe)
+    try:
+        observer.attach(model)
+    except BaseException:
+        session.close()
+        raise
+    return observer
+
+
+def _destination(
+    output_dir: object, storage_options: Mapping[str, object] | None, run_id: object
+) -> Destination:
+    if not isinstance(output_dir, (str, os.PathLike)) or not str(output_dir).strip():
+        raise ConfigurationError(
+            f"output_dir={output_dir!r} is no folder; give a path such as 'stats', or a URL such as "
+            f"'s3://bucket/run'"
+        )
+    url = output_dir if isinstance(output_dir, str) else os.fspath(Path(output_dir))
+    check_url(url)
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise ConfigurationError(
+            f"storage_options of type {type(storage_options).__name__} is not possible; give a dict in fsspec's "
+            f"dialect, such as {{'key': ..., 'secret': ...}}"
+        )
+    if storage_options and not is_remote(url):
+        raise ConfigurationError(
+            f"storage_options was given, but output_dir={url!r} is a local folder, which takes none; leave "
+            f"storage_options out, or give a URL"
+        )
+    if run_id is None:
+        return Destination(url, storage_options, None)
+    if not isinstance(run_id, str):
+        raise ConfigurationError(f"run_id={run_id!r} is no text; give a name such as 'run-7'")
+    try:
+        return Destination(url, storage_options, safe_run_id(run_id))
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+
+
+def _sampler(interval: timedelta | Unset, sampler: SamplingPolicy | None) -> SamplingPolicy:
+    if sampler is None:
+        return TimedSampler() if isinstance(interval, Unset) else TimedSampler(interval)
+    if not isinstance(interval, Unset):
+        raise ConfigurationError(
+            f"interval={interval!r} and sampler={sampler!r} conflict: a sampler decides alone; give one "
+            f"of the two"
+        )
+    if not callable(getattr(sampler, "should_sample", None)):
+        raise ConfigurationError(
+            f"sampler={sampler!r} has no method should_sample(event); give one, EveryNStepsSampler(100) say"
+        )
+    return sampler
+
+
+def _error_policy(value: object) -> ErrorPolicy:
+    try:
+        return ErrorPolicy(str(value))
+    except ValueError:
+        allowed = ", ".join(repr(policy.value) for policy in ErrorPolicy)
+        raise ConfigurationError(f"error_policy={value!r} is not known; give one of {allowed}") from None
+
+
+def _device_of(model: nn.Module) -> str:
+    """Returns where the model's first parameter or buffer lies, ``""`` where it has none."""
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        return str(tensor.device)
+    return ""

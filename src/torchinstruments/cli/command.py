@@ -1,0 +1,72 @@
+"""What a subcommand is, and the arguments that several of them share."""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchinstruments.errors import ConfigurationError
+
+__all__ = ["Command", "add_place_arguments", "storage_options"]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One subcommand.
+
+    Attributes:
+        name: As it is typed.
+        summary: One line for the list of commands.
+        description: For its own help.
+        add_arguments: Declares its arguments.
+        run: Does it and returns the exit code.
+    """
+
+    name: str
+    summary: str
+    description: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def add_place_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the run's folders, their storage options, and ``--json``."""
+    parser.add_argument(
+        "urls",
+        nargs="+",
+        metavar="URL",
+        help="the run's folder: a path or an fsspec URL; several where each host has its own",
+    )
+    parser.add_argument(
+        "--storage-options",
+        metavar="JSON",
+        help='fsspec settings as a JSON object, such as \'{"client_kwargs": {"endpoint_url": "..."}}\'',
+    )
+    parser.add_argument(
+        "--json", action="store_true", dest="as_json", help="print one JSON document to standard output"
+    )
+
+
+def storage_options(arguments: argparse.Namespace) -> dict[str, object] | None:
+    """Returns ``--storage-options`` decoded, or None where it is not given.
+
+    Raises:
+        ConfigurationError: It is no JSON object. The message does not repeat it, for it may hold secrets.
+    """
+    text: str | None = arguments.storage_options
+    if text is None:
+        return None
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        place = f" at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
+        raise ConfigurationError(
+            f"--storage-options is no JSON{place}; give a JSON object in single quotes, "
+            f"like '{{\"anon\": true}}'"
+        ) from None
+    if not isinstance(options, dict):
+        raise ConfigurationError(
+            f"--storage-options is a JSON {type(options).__name__}, but has to be an object, "
+            f"like '{{\"anon\": true}}'"
+        )
+    return options

@@ -1,0 +1,71 @@
+"""The ``torchinstruments`` command: one module a subcommand, loaded when it is called.
+
+Exit codes: 0 complete, 1 done but something is missing or set aside, 2 could not, 130 interrupted by the
+user. With ``--json`` standard output carries one JSON document and nothing else. A mistake of the user gets
+one sentence.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from torchinstruments._version import __version__
+from torchinstruments.cli import merge, status
+from torchinstruments.errors import TorchInstrumentsError
+
+__all__ = ["COULD_NOT", "INTERRUPTED", "main"]
+
+COULD_NOT = 2
+"""Exit code: nothing was done."""
+
+INTERRUPTED = 130
+"""Exit code: the user pressed Ctrl-C."""
+
+_COMMANDS = (merge.COMMAND, status.COMMAND)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code.
+
+    Args:
+        argv: Arguments without the program's name, else those of this process.
+    """
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit as stop:  # how argparse ends after --help, --version and its own complaints
+        return stop.code if isinstance(stop.code, int) else COULD_NOT
+    try:
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read standard output has seen enough; nothing may be written to it at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return COULD_NOT
+    except (TorchInstrumentsError, OSError) as error:
+        print(f"torchinstruments: {_sentence(error)}", file=sys.stderr)
+        return COULD_NOT
+    return code if isinstance(code, int) else COULD_NOT
+
+
+def _sentence(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchinstruments",
+        description="Reads what the ranks of a training job left, in a local folder or an object store.",
+        epilog="exit codes: 0 complete, 1 done but something is missing or set aside, 2 could not",
+    )
+    parser.add_argument("--version", action="version", version=f"torchinstruments {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        sub = commands.add_parser(
+            command.name, help=command.summary, description=command.description, allow_abbrev=False
+        )
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run)
+    return parser

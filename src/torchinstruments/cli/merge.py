@@ -1,0 +1,225 @@
+"""``torchinstruments merge``: one answer from the folders of many ranks."""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from torchinstruments.cli.command import Command, add_place_arguments, storage_options
+from torchinstruments.cli.console import ProgressLine, count_text, print_table
+
+if TYPE_CHECKING:
+    from torchinstruments.merge.result import MergeResult
+
+__all__ = ["COMMAND"]
+
+_MAX_NAMED_FILES = 10
+_NUM_WIDEST = 5
+_MAX_RANK_COLUMNS = 8
+_WIDEST_METRIC = "std"
+"""Statistic of the table of widest layers; where a run has none, its first one."""
+
+_Record = Mapping[str, object]
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_place_arguments(parser)
+    parser.add_argument(
+        "--output", metavar="URL", help="folder for result.json and summary.parquet (default: URL/merged)"
+    )
+    parser.add_argument("--ranks", metavar="RANKS", help="merge these ranks only, such as 0-7,12")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from torchinstruments.merge.engine import merge_run
+    from torchinstruments.merge.rank_sets import parse_ranks
+
+    ranks = None if arguments.ranks is None else parse_ranks(arguments.ranks)
+    with ProgressLine("ranks") as progress:
+        merged = merge_run(
+            *arguments.urls,
+            output=arguments.output,
+            storage_options=storage_options(arguments),
+            ranks=ranks,
+            progress=progress,
+        )
+    if arguments.as_json:
+        from torchinstruments.store.manifest import encode_document
+
+        sys.stdout.write(encode_document(dict(merged.result)).decode())
+    _print_summary(merged, sys.stderr if arguments.as_json else sys.stdout)
+    return 0 if merged.complete else 1
+
+
+COMMAND = Command(
+    name="merge",
+    summary="merge what the ranks of a run left into one result",
+    description="Reads the folders of all ranks and writes merged/result.json and merged/summary.parquet. "
+    "Says which ranks and files were expected and which were there. Works while the job runs, too.",
+    add_arguments=_add_arguments,
+    run=_run,
+)
+
+
+def _print_summary(merged: "MergeResult", file: TextIO) -> None:
+    coverage = _record(merged.result["coverage"])
+    run = _record(merged.result["run"])
+    print(f"run {run['run_id']}: {'complete' if merged.complete else 'NOT COMPLETE'}", file=file)
+    for name, text in _coverage_lines(coverage):
+        print(f"  {name:<12} {text}", file=file)
+    processes = _records(merged.result["ranks"])
+    rows = sum(_integer(process["rows"]) for process in processes)
+    samples = sum(_integer(process["samples"]) for process in processes)
+    print(f"  {'read':<12} {count_text(rows, 'row')} of {count_text(samples, 'sample')}", file=file)
+    print(f"  {'result':<12} {merged.url.rstrip('/')}/result.json", file=file)
+    _print_widest(merged, file)
+
+
+def _coverage_lines(coverage: _Record) -> list[tuple[str, str]]:
+    from torchinstruments.merge.rank_sets import ranks_text
+
+    present = _integers(coverage["present_ranks"])
+    lines = [("present", f"{count_text(len(present), 'rank')} ({ranks_text(present)})")]
+    for name in ("missing", "interrupted", "running", "unexpected"):
+        ranks = _integers(coverage[f"{name}_ranks"])
+        if ranks:
+            lines.append((name, f"{count_text(len(ranks), 'rank')} ({ranks_text(ranks)})"))
+    if not coverage["expected_ranks_known"]:
+        lines.append(("expected", "not known in full: the rank policy does not tell which ranks observe"))
+    for overlap in _records(coverage["overlapping_ranks"]):
+        processes = ", ".join(str(one) for one in _list(overlap["processes"]))
+        where = f"rank {overlap['rank']} of generation {overlap['generation']}"
+        lines.append(("overlap", f"{where} was held by several live processes: {processes}"))
+    lines += _file_lines(coverage)
+    for noun, key in (("dropped", "rows_dropped"), ("foreign", "foreign_parts")):
+        number = _integer(coverage[key])
+        if number:
+            lines.append((noun, count_text(number, "row" if noun == "dropped" else "part of another run")))
+    for host, rows in _record(coverage["rows_in_spool"]).items():
+        lines.append(("in spool", f"{count_text(_integer(rows), 'row')} still on host {host}"))
+    lines.append(_alignment_line(_record(coverage["alignment"])))
+    return lines
+
+
+def _file_lines(coverage: _Record) -> list[tuple[str, str]]:
+    quarantined = _records(coverage["quarantined"])
+    lines = [("set aside", f"{one['file']}: {one['reason']}") for one in quarantined[:_MAX_NAMED_FILES]]
+    if len(quarantined) > _MAX_NAMED_FILES:
+        more = len(quarantined) - _MAX_NAMED_FILES
+        lines.append(("set aside", f"{count_text(more, 'more file')}, named in result.json"))
+    for one in _records(coverage["missing_parts"]):
+        parts = count_text(_integer(one["parts"]), "part")
+        lines.append(("lost", f"{parts} of {one['table']} of rank {one['rank']}, process {one['process']}"))
+    disagreements = _records(coverage["disagreements"])
+    if disagreements:
+        rows = sum(_integer(one["rows"]) for one in disagreements)
+        first = disagreements[0]
+        text = f"{count_text(rows, 'row')}, first in {first['file']}: {first['column']} {first['found']}"
+        lines.append(("disagree", f"{text} where {first['expected']} is due"))
+    return lines
+
+
+def _alignment_line(alignment: _Record) -> tuple[str, str]:
+    share = alignment["share_common_to_all_ranks"]
+    if not isinstance(share, float):
+        return ("aligned", "no samples")
+    samples = count_text(_integer(alignment["samples"]), "sample")
+    ranks = count_text(_integer(alignment["ranks"]), "rank")
+    return ("aligned", f"{samples} by {', '.join(_texts(alignment['key']))}; {share:.1%} common to {ranks}")
+
+
+def _print_widest(merged: "MergeResult", file: TextIO) -> None:
+    """Prints the tensors whose latest value differs most between ranks, relative to its size."""
+    run = _record(merged.result["run"])
+    statistics = _texts(run["statistics"])
+    metric = _WIDEST_METRIC if _WIDEST_METRIC in statistics else next(iter(statistics), _WIDEST_METRIC)
+    rows = [row for layer in _records(merged.result["layers"]) for row in _spreads(layer, metric)]
+    rows.sort(key=_by_spread)
+    if not rows:
+        return
+    ranks = _integers(run["merged_ranks"])
+    by_rank = len(ranks) <= _MAX_RANK_COLUMNS and "ranks" in rows[0][3]
+    headings = [f"rank {rank}" for rank in ranks] if by_rank else ["lowest", "rank", "highest", "rank"]
+    cells = [
+        [
+            name,
+            signal,
+            *(_rank_cells(statistic, ranks) if by_rank else _extreme_cells(statistic)),
+            f"{spread:.1%}",
+        ]
+        for spread, name, signal, statistic in rows[:_NUM_WIDEST]
+    ]
+    print(f"\nwidest between ranks: latest {metric}", file=file)
+    print_table(["layer", "signal", *headings, "spread"], cells, file=file, num_text_columns=2)
+
+
+def _spreads(layer: _Record, metric: str) -> list[tuple[float, str, str, _Record]]:
+    found: list[tuple[float, str, str, _Record]] = []
+    for tensor in _records(layer["tensors"]):
+        for statistic in _records(tensor["statistics"]):
+            latest = _record(_record(statistic["across_ranks"])["latest"])
+            lowest, highest = latest["lowest"], latest["highest"]
+            if statistic["metric"] != metric or lowest is None or highest is None:
+                continue
+            low, high = _number(_record(lowest)["value"]), _number(_record(highest)["value"])
+            size = max(abs(low), abs(high))
+            name = str(layer["layer"]) or "(root)"
+            if tensor["call_index"]:
+                name = f"{name} call {tensor['call_index']}"
+            found.append(((high - low) / size if size else 0.0, name, str(tensor["signal"]), statistic))
+    return [row for row in found if _integer(_record(row[3]["across_ranks"])["ranks"]) > 1]
+
+
+def _by_spread(row: tuple[float, str, str, _Record]) -> tuple[float, str, str]:
+    return (-row[0], row[1], row[2])
+
+
+def _rank_cells(statistic: _Record, ranks: Sequence[int]) -> list[str]:
+    own = _record(statistic["ranks"])
+    cells: list[str] = []
+    for rank in ranks:
+        summary = own.get(str(rank))
+        value = None if summary is None else _record(_record(summary)["latest"])["value"]
+        cells.append("-" if value is None else f"{_number(value):.4g}")
+    return cells
+
+
+def _extreme_cells(statistic: _Record) -> list[str]:
+    latest = _record(_record(statistic["across_ranks"])["latest"])
+    cells: list[str] = []
+    for name in ("lowest", "highest"):
+        one = _record(latest[name])
+        cells += [f"{_number(one['value']):.4g}", str(one["rank"])]
+    return cells
+
+
+def _record(value: object) -> _Record:
+    assert isinstance(value, Mapping)
+    return value
+
+
+def _list(value: object) -> Sequence[object]:
+    assert isinstance(value, Sequence)
+    return value
+
+
+def _records(value: object) -> list[_Record]:
+    return [_record(one) for one in _list(value)]
+
+
+def _integer(value: object) -> int:
+    assert isinstance(value, int)
+    return value
+
+
+def _integers(value: object) -> list[int]:
+    return [_integer(one) for one in _list(value)]
+
+
+def _texts(value: object) -> list[str]:
+    return [str(one) for one in _list(value)]
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, (int, float))
+    return float(value)

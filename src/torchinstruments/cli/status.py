@@ -1,0 +1,215 @@
+"""``torchinstruments status``: where each rank stands by its manifest; reads no part, works on a live run."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, TextIO
+
+from torchinstruments.cli.command import Command, add_place_arguments, storage_options
+from torchinstruments.cli.console import age_text, count_text, print_table
+
+if TYPE_CHECKING:
+    from torchinstruments.store.inventory import Inventory, ManifestFile
+
+__all__ = ["COMMAND"]
+
+_HEADINGS = (
+    "rank",
+    "status",
+    "host",
+    "last sample",
+    "age",
+    "samples",
+    "rows",
+    "in spool",
+    "dropped",
+    "errors",
+)
+_MAX_NAMED_FILES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class _ProcessStatus:
+    """Where one process stands.
+
+    Attributes:
+        rank: Its rank.
+        process: 8 hex digits.
+        generation: Its generation.
+        status: ``running``, ``closed`` or ``interrupted``.
+        host: Host name.
+        samples: Root forwards measured.
+        last_sample_id: Last durable sample.
+        last_sample_at: When that one began, ISO 8601 UTC.
+        last_sample_age_s: Seconds since then, by this host's clock.
+        rows: Rows of ``history`` where readers look.
+        rows_in_spool: Rows of all tables that still lie in the host's spool.
+        rows_dropped: Rows of all tables that were given up.
+        errors: Errors of collection.
+    """
+
+    rank: int
+    process: str
+    generation: int
+    status: str
+    host: str
+    samples: int
+    last_sample_id: int | None
+    last_sample_at: str | None
+    last_sample_age_s: float | None
+    rows: int
+    rows_in_spool: int
+    rows_dropped: int
+    errors: int
+
+
+@dataclass(frozen=True, slots=True)
+class _RunStatus:
+    run_id: str
+    generations: int
+    expected_ranks: list[int]
+    expected_ranks_known: bool
+    missing_ranks: list[int]
+    ranks_without_manifest: list[int]
+    set_aside: list[dict[str, str]]
+    ranks: list[_ProcessStatus]
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from torchinstruments.store.filesystem import open_storage
+    from torchinstruments.store.inventory import take_inventory
+
+    options = storage_options(arguments)
+    inventory = take_inventory(*(open_storage(url, options) for url in dict.fromkeys(arguments.urls)))
+    found = _status(inventory, time.time())
+    if arguments.as_json:
+        from torchinstruments.store.manifest import encode_document
+
+        sys.stdout.write(encode_document(found).decode())
+    _print_status(found, sys.stderr if arguments.as_json else sys.stdout)
+    return 0 if _is_well(found) else 1
+
+
+COMMAND = Command(
+    name="status",
+    summary="list the ranks of a run: last sample and its age, rows, drops, status",
+    description="Lists the ranks of a run by what their manifests say, at least every 5 minutes. Reads no "
+    "measurement, so it is quick, and works while the job runs.",
+    add_arguments=add_place_arguments,
+    run=_run,
+)
+
+
+def _status(inventory: "Inventory", now_s: float) -> _RunStatus:
+    from torchinstruments.merge.expected import expectations
+    from torchinstruments.store.liveness import store_now_s
+
+    store_s = store_now_s(inventory, clock_s=now_s)
+    wanted = expectations(inventory.run, inventory.generations)
+    expected = sorted({rank for one in wanted for rank in one.ranks})
+    present = [rank for rank, found in inventory.ranks.items() if found.manifests or found.parts]
+    return _RunStatus(
+        run_id=inventory.run.run_id,
+        generations=len(inventory.generations),
+        expected_ranks=expected,
+        expected_ranks_known=all(one.is_known for one in wanted),
+        missing_ranks=sorted(set(expected) - set(present)),
+        ranks_without_manifest=[rank for rank in present if not inventory.ranks[rank].manifests],
+        set_aside=[
+            {"file": f"{inventory.storages[one.source].url.rstrip('/')}/{one.path}", "reason": one.reason}
+            for one in inventory.set_aside
+        ],
+        ranks=[_process_status(inventory, one, store_s, now_s) for one in inventory.manifests],
+    )
+
+
+def _process_status(
+    inventory: "Inventory", found: "ManifestFile", store_s: float, now_s: float
+) -> _ProcessStatus:
+    from torchinstruments.merge.processes import rows_dropped, rows_in_spool
+    from torchinstruments.store.liveness import process_status
+
+    manifest = found.manifest
+    history = manifest.tables.get("history")
+    return _ProcessStatus(
+        rank=manifest.rank,
+        process=manifest.process,
+        generation=manifest.generation,
+        status=process_status(inventory, found, store_s).value,
+        host=manifest.host,
+        samples=manifest.counters.samples,
+        last_sample_id=manifest.last_sample_id,
+        last_sample_at=manifest.last_sample_at or None,
+        last_sample_age_s=_age_s(manifest.last_sample_at, now_s),
+        rows=history.rows if history is not None else 0,
+        rows_in_spool=rows_in_spool(manifest),
+        rows_dropped=rows_dropped(manifest),
+        errors=sum(manifest.counters.errors.values()),
+    )
+
+
+def _age_s(text: str, now_s: float) -> float | None:
+    try:
+        return now_s - datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def _is_well(found: _RunStatus) -> bool:
+    """Whether nothing is missing; rows in the spool of a process that runs are on their way."""
+    return not (found.missing_ranks or found.set_aside) and all(
+        process.status != "interrupted"
+        and process.rows_dropped == 0
+        and (process.rows_in_spool == 0 or process.status == "running")
+        for process in found.ranks
+    )
+
+
+def _print_status(found: _RunStatus, file: TextIO) -> None:
+    from torchinstruments.merge.rank_sets import ranks_text
+
+    latest = {process.rank: process for process in found.ranks}
+    generations = count_text(found.generations, "generation")
+    print(f"run {found.run_id}: {count_text(len(latest), 'rank')}, {generations}", file=file)
+    if latest:
+        print_table(
+            _HEADINGS, [_cells(process) for process in latest.values()], file=file, num_text_columns=4
+        )
+    if len(found.ranks) > len(latest):
+        earlier = count_text(len(found.ranks) - len(latest), "earlier process", "earlier processes")
+        print(f"{earlier} of these ranks not shown; --json has all", file=file)
+    if found.missing_ranks:
+        missing = count_text(len(found.missing_ranks), "rank")
+        print(f"missing: {missing} ({ranks_text(found.missing_ranks)})", file=file)
+    if found.ranks_without_manifest:
+        unknown = count_text(len(found.ranks_without_manifest), "rank")
+        print(f"parts without a manifest: {unknown} ({ranks_text(found.ranks_without_manifest)})", file=file)
+    if not found.expected_ranks_known:
+        print("not known in full which ranks observe: the rank policy does not tell", file=file)
+    _print_set_aside(found.set_aside, file)
+
+
+def _print_set_aside(set_aside: Sequence[dict[str, str]], file: TextIO) -> None:
+    for one in set_aside[:_MAX_NAMED_FILES]:
+        print(f"set aside: {one['file']}: {one['reason']}", file=file)
+    if len(set_aside) > _MAX_NAMED_FILES:
+        print(f"set aside: {count_text(len(set_aside) - _MAX_NAMED_FILES, 'more file')}", file=file)
+
+
+def _cells(process: _ProcessStatus) -> list[str]:
+    age_s = process.last_sample_age_s
+    return [
+        str(process.rank),
+        process.status,
+        process.host,
+        "-" if process.last_sample_id is None else str(process.last_sample_id),
+        "-" if age_s is None else age_text(age_s),
+        f"{process.samples:,}",
+        f"{process.rows:,}",
+        f"{process.rows_in_spool:,}",
+        f"{process.rows_dropped:,}",
+        f"{process.errors:,}",
+    ]

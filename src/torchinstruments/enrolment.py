@@ -1,0 +1,364 @@
+"""From an identity to a place to write: agreement with the other ranks, the claim of the folder, the target.
+
+The leader claims for all; what it found, or what the user configured wrongly, reaches every rank through
+the echo of its claim, so that all ranks attach, or raise, alike. Everything that is not the user's mistake
+ends in a place to write all the same: the spool.
+"""
+
+import contextlib
+import platform
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from torchinstruments._version import __version__
+from torchinstruments.errors import ConfigurationError, StorageDeniedError, StorageNotFoundError
+from torchinstruments.ranks.identity import configured_run_id
+from torchinstruments.ranks.policy import Policy
+from torchinstruments.ranks.rendezvous import Agreement, agree, connect, kept_run_id
+from torchinstruments.records import Claim, GenerationRecord, Identity, Member, RunRecord
+from torchinstruments.store.claim import (
+    SAMPLE_IDS_PER_GENERATION,
+    ClaimRequest,
+    claim_in_child,
+    ensure_generation,
+    ensure_run,
+    run_url,
+    write_members,
+)
+from torchinstruments.store.filesystem import is_remote, open_storage, redact
+from torchinstruments.store.layout import rank_folder, safe_run_id
+from torchinstruments.store.local_target import LocalTarget
+from torchinstruments.store.schema import SCHEMA_VERSION
+from torchinstruments.store.spool import SpoolTarget
+from torchinstruments.store.target import PartTarget
+from torchinstruments.store.urls import local_path
+
+__all__ = [
+    "MAX_DIRECT_WORLD_SIZE",
+    "Destination",
+    "Enrolment",
+    "RunPlan",
+    "can_agree",
+    "enrol",
+    "raise_failure",
+]
+
+MAX_DIRECT_WORLD_SIZE = 16
+"""Ranks that write straight into a local folder; a larger world goes through the spool, so that a shared
+filesystem sees few and large files."""
+
+
+FAILURE_TIMEOUT_S = 20.0
+"""For which the leader waits until all ranks have heard of a failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where the user wants the run.
+
+    Attributes:
+        url: Path or URL as given, with its secrets; ``{run_id}`` in it is replaced.
+        storage_options: Settings in fsspec's dialect.
+        run_id: The run id that was given, or None.
+    """
+
+    url: str
+    storage_options: Mapping[str, object] | None
+    run_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What ``run.json`` says of the settings, as in `RunRecord`."""
+
+    sampling: Mapping[str, object]
+    signals: tuple[str, ...]
+    statistics: tuple[str, ...]
+    history: Mapping[str, int]
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Enrolment:
+    """What a rank knows once it has a place to write.
+
+    Attributes:
+        claim: As agreed.
+        run: The record of the run.
+        agreement: The agreement that it came from; its service answers late ranks.
+        target: Where parts go; None on a rank that does not observe.
+        spool_path: Folder of the spool, where there is one.
+        copy_folder: Local folder of the rank, for the copy of its history; None where it is remote.
+        notices: Sentences that the user should read once.
+    """
+
+    claim: Claim
+    run: RunRecord
+    agreement: Agreement
+    target: PartTarget | None
+    spool_path: str
+    copy_folder: Path | None
+    notices: tuple[str, ...]
+
+
+def can_agree(identity: Identity | None) -> bool:
+    """Returns whether a rank can be enrolled now, or has to wait for its first root forward.
+
+    A world of several without a store to meet at, before its process group exists, has to wait.
+    """
+    if identity is None:
+        return False
+    return identity.world_size == 1 or torch.distributed.is_initialized() or connect(identity) is not None
+
+
+def enrol(
+    identity: Identity,
+    destination: Destination,
+    plan: RunPlan,
+    *,
+    observing: bool,
+    channel: str,
+    timeout_s: float,
+) -> Enrolment:
+    """Agrees, claims and opens the place to write (attaching thread).
+
+    Args:
+        identity: Who this process is.
+        destination: Where the user wants the run.
+        plan: Settings for ``run.json``.
+        observing: Whether the rank policy lets this rank observe.
+        channel: Keeps several observers of one process apart.
+        timeout_s: For which a rank waits for the leader.
+
+    Returns:
+        The enrolment. A failure that has to raise stands in its claim; it then has no target.
+    """
+    started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    store = connect(identity)
+    members = _Members()
+
+    def claim() -> Claim:
+        run_id = destination.run_id or configured_run_id()
+        made_here = run_id is None
+        run_id = safe_run_id(run_id or kept_run_id(store, channel, _new_run_id))
+        request = ClaimRequest(
+            run=_record(identity, plan, run_id, started_at),
+            world_size=identity.world_size,
+            leader_process=identity.process,
+            started_at=started_at,
+            run_id_is_given=not made_here,
+            may_fail=not identity.restart_count,
+            assumed_generation=identity.restart_count or 0,
+        )
+        return claim_in_child(_in_run(destination.url, run_id), destination.storage_options, request)
+
+    def fallback() -> Claim:
+        run_id = safe_run_id(destination.run_id or configured_run_id() or f"unverified-{identity.process}")
+        url = _in_run(destination.url, run_id)
+        generation = identity.restart_count or 0
+        return Claim(
+            url=redact(url) if is_remote(url) else local_path(url),
+            run_id=run_id,
+            generation=generation,
+            first_sample_id=generation * SAMPLE_IDS_PER_GENERATION,
+            verified=False,
+            notice=f"rank {identity.rank} heard nothing from the leader of the run within {timeout_s:g} s, so "
+            f"its claim is unverified and its rows wait in the spool until the folder can be claimed",
+        )
+
+    agreement = agree(
+        identity,
+        observing,
+        claim,
+        store=store,
+        fallback=fallback,
+        timeout_s=timeout_s,
+        channel=channel,
+        on_members=members.tell,
+    )
+    agreed = agreement.claim
+    run = _record(identity, plan, agreed.run_id, started_at)
+    if agreed.failure:
+        if agreement.service is not None:
+            # This rank is about to raise, and the others have to hear why before it is gone.
+            agreement.service.stop(FAILURE_TIMEOUT_S)
+        return Enrolment(agreed, run, agreement, None, "", None, ())
+    url = _in_run(destination.url, agreed.run_id)
+    place = _Place(identity, destination, url, agreed, run, plan.policy, started_at)
+    notices = [agreed.notice] if agreed.notice else []
+    target: PartTarget | None = None
+    copy_folder: Path | None = None
+    spool_path = ""
+    if observing:
+        try:
+            target, copy_folder, spool_path = place.open()
+        except OSError as error:
+            notices.append(
+                f"rank {identity.rank} can write neither to {agreed.url} nor to a spool ({error}); nothing of "
+                f"it is kept. Set TORCHINSTRUMENTS_SPOOL_DIR to a writable folder"
+            )
+    if agreement.leader:
+        members.write_with(place.members_writer(target))
+    return Enrolment(agreed, run, agreement, target, spool_path, copy_folder, tuple(notices))
+
+
+def raise_failure(claim: Claim) -> None:
+    """Raises what the user configured wrongly, as every rank heard it from the leader; else does nothing.
+
+    Raises:
+        StorageDeniedError: The store denied access.
+        StorageNotFoundError: Bucket or folder are missing.
+        ConfigurationError: The address or the options cannot work.
+    """
+    if not claim.failure:
+        return
+    kinds = {"denied": StorageDeniedError, "not_found": StorageNotFoundError}
+    raise kinds.get(claim.failure_kind, ConfigurationError)(claim.failure)
+
+
+class _Place:
+    """Opens the place where this rank writes."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        destination: Destination,
+        url: str,
+        claim: Claim,
+        run: RunRecord,
+        policy: Policy,
+        started_at: str,
+    ) -> None:
+        self._identity = identity
+        self._options = destination.storage_options
+        self._url = url
+        self._claim = claim
+        self._run = run
+        self._started_at = started_at
+        alone = identity.rank == 0 and (policy.alone or (identity.world_size == 1 and claim.alone))
+        self._folder = rank_folder(identity.rank, alone=alone)
+        self._is_remote = is_remote(url)
+
+    def open(self) -> tuple[PartTarget, Path | None, str]:
+        """Returns the target, the local folder for copies and the path of the spool.
+
+        Raises:
+            OSError: Not even a spool can be made.
+        """
+        copy_folder = None if self._is_remote else Path(self._claim.url) / self._folder
+        if (
+            not self._is_remote
+            and self._claim.verified
+            and self._identity.world_size <= MAX_DIRECT_WORLD_SIZE
+        ):
+            # This host may not share the leader's disk; and its own may be read-only.
+            with contextlib.suppress(OSError, ValueError):
+                home = ensure_run(open_storage(local_path(self._url)), self._run)
+                if self._identity.local_rank == 0:
+                    ensure_generation(home, self._generation((), complete=False, leader_process=""))
+                target = LocalTarget(home, self._folder, self._identity.process)
+                return target, Path(home.url) / self._folder, ""
+        spool = self._open_spool()
+        return spool, copy_folder, spool.path
+
+    def members_writer(self, target: PartTarget | None) -> Callable[[tuple[Member, ...], bool], None]:
+        """Returns what stores the members of the generation (leader's thread)."""
+
+        def write(members: tuple[Member, ...], complete: bool) -> None:  # noqa: FBT001 - as the service calls it
+            record = self._generation(members, complete=complete, leader_process=self._identity.process)
+            if not self._is_remote and self._claim.verified:
+                write_members(open_storage(run_url(self._url, self._claim)), record)
+            elif isinstance(target, SpoolTarget):
+                target.write_members(record)
+            else:
+                spool = self._open_spool()
+                spool.write_members(record)
+                spool.keep_alive()
+
+        return write
+
+    def _open_spool(self) -> SpoolTarget:
+        return SpoolTarget(
+            self._url,
+            self._options,
+            identity=self._identity,
+            claim=self._claim,
+            run=self._run,
+            folder=self._folder,
+            started_at=self._started_at,
+        )
+
+    def _generation(
+        self, members: tuple[Member, ...], *, complete: bool, leader_process: str
+    ) -> GenerationRecord:
+        return GenerationRecord(
+            schema_version=SCHEMA_VERSION,
+            run_id=self._claim.run_id,
+            generation=self._claim.generation,
+            world_size=self._identity.world_size,
+            leader_process=leader_process,
+            started_at=self._started_at,
+            first_sample_id=self._claim.first_sample_id,
+            members=members,
+            members_complete=complete,
+        )
+
+
+class _Members:
+    """Holds what the leader's thread told until there is somewhere to write it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._told: tuple[tuple[Member, ...], bool] | None = None
+        self._write: Callable[[tuple[Member, ...], bool], None] | None = None
+
+    def tell(self, members: tuple[Member, ...], complete: bool) -> None:  # noqa: FBT001 - as the service calls it
+        with self._lock:
+            self._told = (members, complete)
+            if self._write is not None:
+                self._write(members, complete)
+
+    def write_with(self, write: Callable[[tuple[Member, ...], bool], None]) -> None:
+        with self._lock:
+            self._write = write
+            if self._told is not None:
+                write(*self._told)
+
+
+def _record(identity: Identity, plan: RunPlan, run_id: str, created_at: str) -> RunRecord:
+    return RunRecord(
+        schema_version=SCHEMA_VERSION,
+        run_id=run_id,
+        nonce=secrets.token_hex(16),
+        created_at=created_at,
+        versions={
+            "torchinstruments": __version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "numpy": metadata.version("numpy"),
+            "pyarrow": metadata.version("pyarrow"),
+        },
+        sampling=plan.sampling,
+        signals=plan.signals,
+        statistics=plan.statistics,
+        history=plan.history,
+        rank_policy=plan.policy.name,
+        world_size=identity.world_size,
+        launcher=identity.launcher,
+    )
+
+
+def _new_run_id() -> str:
+    """Returns a run id that sorts by time and that nobody else makes."""
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+
+
+def _in_run(url: str, run_id: str) -> str:
+    return url.replace("{run_id}", run_id)

@@ -1,0 +1,171 @@
+"""One rank's summaries in the two forms that they are kept in: JSON entries and rows of ``summary.parquet``.
+
+An entry has the shape of a statistics entry in a process's own ``result.json``. A missing number is null with
+a reason beside it, never NaN.
+"""
+
+import io
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchinstruments.merge.summary import (
+    LATEST_COLUMNS,
+    NO_OBSERVATIONS,
+    NO_VALID_OBSERVATIONS,
+    Points,
+    SeriesSummaries,
+)
+from torchinstruments.merge.windows import Windows
+from torchinstruments.store.schema import KEY_COLUMNS
+
+__all__ = ["SUMMARY_SCHEMA", "SummaryTable", "entry", "number", "timestamp_text"]
+
+_POINTS = ("first", "latest", "minimum", "maximum")
+_WINDOWS = ("previous_window", "recent_window")
+_TIMESTAMP = pa.timestamp("us", tz="UTC")
+
+
+def number(value: float) -> float | None:
+    """Returns a float as strict JSON has it: None in place of NaN and the infinities."""
+    return value if math.isfinite(value) else None
+
+
+def timestamp_text(microseconds: int) -> str:
+    """Returns microseconds since the epoch as ISO 8601 in UTC, always with six digits after the point."""
+    return f"{np.datetime64(microseconds, 'us')}+00:00"
+
+
+def entry(summaries: SeriesSummaries, place: int) -> dict[str, object]:
+    """Returns one series of one rank as a statistics entry, without its metric's name."""
+    return {
+        "observations": int(summaries.observations[place]),
+        "unavailable_observations": int(summaries.unavailable_observations[place]),
+        "first": _point_entry(summaries.first, place),
+        "latest": _point_entry(summaries.latest, place),
+        "minimum": _point_entry(summaries.minimum, place),
+        "maximum": _point_entry(summaries.maximum, place),
+        "previous_window": _window_entry(summaries.previous_window, place),
+        "recent_window": _window_entry(summaries.recent_window, place),
+    }
+
+
+def _point_entry(points: Points, place: int) -> dict[str, object]:
+    sample_id = int(points.sample_id[place])
+    there = sample_id >= 0
+    return {
+        "sample_id": sample_id if there else None,
+        "timestamp": timestamp_text(int(points.timestamp_us[place])) if there else None,
+        "value": number(float(points.value[place])),
+        "unavailable_reason": points.reason[place],
+    }
+
+
+def _window_entry(windows: Windows, place: int) -> dict[str, object]:
+    observations, valid = int(windows.observations[place]), int(windows.valid_observations[place])
+    return {
+        "observations": observations,
+        "valid_observations": valid,
+        "mean": number(float(windows.mean[place])),
+        "unavailable_reason": _window_reason(observations, valid),
+    }
+
+
+def _window_reason(observations: int, valid: int) -> str:
+    if valid:
+        return ""
+    return NO_VALID_OBSERVATIONS if observations else NO_OBSERVATIONS
+
+
+def _key_type(name: str) -> pa.DataType:
+    return pa.int32() if name == "call_index" else pa.string()
+
+
+def _summary_schema() -> pa.Schema:
+    fields = [pa.field("rank", pa.int32(), nullable=False)]
+    fields += [pa.field(name, _key_type(name), nullable=False) for name in KEY_COLUMNS]
+    fields += [pa.field(f"latest_{name}", pa.string(), nullable=False) for name in LATEST_COLUMNS]
+    fields += [pa.field(name, pa.int64(), nullable=False) for name in _COUNTS]
+    for point in _POINTS:
+        fields += [
+            pa.field(f"{point}_sample_id", pa.int64()),
+            pa.field(f"{point}_timestamp", _TIMESTAMP),
+            pa.field(f"{point}_value", pa.float64()),
+            pa.field(f"{point}_unavailable_reason", pa.string(), nullable=False),
+        ]
+    for window in _WINDOWS:
+        fields += [
+            pa.field(f"{window}_observations", pa.int64(), nullable=False),
+            pa.field(f"{window}_valid_observations", pa.int64(), nullable=False),
+            pa.field(f"{window}_mean", pa.float64()),
+            pa.field(f"{window}_unavailable_reason", pa.string(), nullable=False),
+        ]
+    fields += [pa.field("loss_scale_lowest", pa.float64()), pa.field("loss_scale_highest", pa.float64())]
+    return pa.schema(fields)
+
+
+_COUNTS = ("observations", "unavailable_observations")
+
+SUMMARY_SCHEMA = _summary_schema()
+"""Columns of ``summary.parquet``: one row a rank and series, by rank, then by series."""
+
+
+class SummaryTable:
+    """Encodes ``summary.parquet`` rank by rank, one row group a rank.
+
+    Nothing of a rank stays in memory but its encoded bytes.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = io.BytesIO()
+        self._writer = pq.ParquetWriter(
+            self._buffer,
+            SUMMARY_SCHEMA,
+            compression="zstd",
+            use_dictionary=[field.name for field in SUMMARY_SCHEMA if pa.types.is_string(field.type)],
+            store_schema=False,
+        )
+
+    def add(self, rank: int, summaries: SeriesSummaries) -> None:
+        """Takes the summaries of a rank; ranks come in ascending order."""
+        if len(summaries):
+            self._writer.write_table(_table(rank, summaries), row_group_size=len(summaries))
+
+    def encoded(self) -> bytes:
+        """Returns the whole file; nothing can be added afterwards."""
+        self._writer.close()
+        return self._buffer.getvalue()
+
+
+def _table(rank: int, summaries: SeriesSummaries) -> pa.Table:
+    columns: list[pa.Array] = [pa.array(np.full(len(summaries), rank, np.int32))]
+    for position, name in enumerate(KEY_COLUMNS):
+        columns.append(pa.array([key[position] for key in summaries.keys], _key_type(name)))
+    columns += [pa.array(summaries.latest_texts[name], pa.string()) for name in LATEST_COLUMNS]
+    columns += [pa.array(summaries.observations), pa.array(summaries.unavailable_observations)]
+    for points in (summaries.first, summaries.latest, summaries.minimum, summaries.maximum):
+        absent = points.sample_id < 0
+        columns += [
+            pa.array(points.sample_id, mask=absent),
+            pa.array(points.timestamp_us, mask=absent).cast(_TIMESTAMP),
+            _floats(points.value),
+            pa.array(points.reason, pa.string()),
+        ]
+    for windows in (summaries.previous_window, summaries.recent_window):
+        counts = zip(windows.observations.tolist(), windows.valid_observations.tolist(), strict=True)
+        columns += [
+            pa.array(windows.observations),
+            pa.array(windows.valid_observations),
+            _floats(windows.mean),
+            pa.array([_window_reason(*pair) for pair in counts], pa.string()),
+        ]
+    columns += [_floats(summaries.loss_scale_lowest), _floats(summaries.loss_scale_highest)]
+    return pa.Table.from_arrays(columns, schema=SUMMARY_SCHEMA)
+
+
+def _floats(values: npt.NDArray[np.float64] | Sequence[float]) -> pa.Array:
+    return pa.array(np.asarray(values, np.float64), mask=~np.isfinite(values))

@@ -1,0 +1,222 @@
+"""The section ``layers`` of ``result.json``: what each rank measured, and which ranks lie lowest and highest.
+
+Ranks are folded in ascending order, so that ties go to the lowest rank and the same input gives the same
+bytes. Nothing here is a mean over ranks: an extremum over ranks names the rank that holds it.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from torchinstruments.merge.entries import entry, number
+from torchinstruments.merge.rank_sets import ranks_text
+from torchinstruments.merge.series import SeriesKey
+from torchinstruments.merge.summary import LATEST_COLUMNS, SeriesSummaries
+from torchinstruments.records import ModuleRecord
+
+__all__ = ["SUMMARY_FILE", "LayerFold"]
+
+SUMMARY_FILE = "summary.parquet"
+
+_TensorKey = tuple[str, int, str, str, str]
+
+_TEXT_NAMES = {"shape": "latest_shape"}
+
+
+class _Extreme:
+    """The lowest value over ranks of each series, or the highest."""
+
+    def __init__(self, sign: float) -> None:
+        self._sign = sign
+        self._value: npt.NDArray[np.float64] = np.zeros(0)
+        self._rank: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._sample_id: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def reserve(self, size: int) -> None:
+        more = size - len(self._value)
+        self._value = np.concatenate([self._value, np.full(more, np.nan)])
+        self._rank = np.concatenate([self._rank, np.zeros(more, np.int64)])
+        self._sample_id = np.concatenate([self._sample_id, np.zeros(more, np.int64)])
+
+    def add(
+        self,
+        series: npt.NDArray[np.int64],
+        rank: int,
+        values: npt.NDArray[np.float64],
+        sample_ids: npt.NDArray[np.int64],
+    ) -> None:
+        held = self._value[series]
+        better = ~np.isnan(values) & (np.isnan(held) | (self._sign * values < self._sign * held))
+        chosen = series[better]
+        self._value[chosen] = values[better]
+        self._sample_id[chosen] = sample_ids[better]
+        self._rank[chosen] = rank
+
+    def record(self, series: int) -> dict[str, object] | None:
+        value = number(float(self._value[series]))
+        if value is None:
+            return None
+        return {"rank": int(self._rank[series]), "value": value, "sample_id": int(self._sample_id[series])}
+
+
+class _Tensor:
+    """What is known of a tensor beside its numbers, over ranks."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, dict[str, list[int]]] = {name: {} for name in LATEST_COLUMNS}
+        self.scale_lowest = np.nan
+        self.scale_highest = np.nan
+        self.statistics: list[int] = []
+
+    def record(self) -> dict[str, object]:
+        found: dict[str, object] = {}
+        differs: dict[str, object] = {}
+        for name, by_text in self.texts.items():
+            shown = _TEXT_NAMES.get(name, name)
+            found[shown] = next(iter(by_text)) if len(by_text) == 1 else None
+            if len(by_text) > 1:
+                differs[shown] = {text: ranks_text(by_text[text]) for text in sorted(by_text)}
+        lowest, highest = number(self.scale_lowest), number(self.scale_highest)
+        found["loss_scale"] = None if lowest is None else {"lowest": lowest, "highest": highest}
+        if differs:
+            found["ranks_differ_in"] = differs
+        return found
+
+
+class LayerFold:
+    """Gathers the summaries and catalogs of all ranks.
+
+    Args:
+        metrics: Statistics in the order in which they are listed; others follow by name.
+        inline: Whether each rank's own summary stands in the section; else it stands in ``summary.parquet``.
+    """
+
+    def __init__(self, metrics: Sequence[str], *, inline: bool) -> None:
+        self._metric_order = {name: place for place, name in enumerate(metrics)}
+        self._inline = inline
+        self._numbers: dict[SeriesKey, int] = {}
+        self._tensors: dict[_TensorKey, _Tensor] = {}
+        self._modules: dict[str, ModuleRecord] = {}
+        self._aliases: dict[str, list[str]] = {}
+        self._layer_ranks: dict[str, set[int]] = {}
+        self._entries: dict[int, dict[int, tuple[SeriesSummaries, int]]] = {}
+        self._num_ranks: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._lowest, self._highest = _Extreme(1.0), _Extreme(-1.0)
+        self._latest_lowest, self._latest_highest = _Extreme(1.0), _Extreme(-1.0)
+
+    def add_modules(self, rank: int, modules: Iterable[ModuleRecord]) -> None:
+        """Takes the catalog of a rank; the first record of a layer gives its type."""
+        for module in modules:
+            self._modules.setdefault(module.layer, module)
+            self._layer_ranks.setdefault(module.layer, set()).add(rank)
+            aliases = self._aliases.setdefault(module.layer, [])
+            aliases += [alias for alias in module.aliases if alias not in aliases]
+
+    def add_rank(self, rank: int, summaries: SeriesSummaries) -> None:
+        """Takes the summaries of a rank; ranks come in ascending order."""
+        if len(summaries) == 0:
+            return
+        series = np.array([self._number_of(key) for key in summaries.keys], np.int64)
+        self._reserve(len(self._numbers))
+        self._num_ranks[series] += 1
+        low, high, latest = summaries.minimum, summaries.maximum, summaries.latest
+        self._lowest.add(series, rank, low.value, low.sample_id)
+        self._highest.add(series, rank, high.value, high.sample_id)
+        self._latest_lowest.add(series, rank, latest.value, latest.sample_id)
+        self._latest_highest.add(series, rank, latest.value, latest.sample_id)
+        self._add_tensors(rank, summaries)
+        if self._inline:
+            for place, one in enumerate(series.tolist()):
+                self._entries.setdefault(one, {})[rank] = (summaries, place)
+
+    def records(self) -> list[dict[str, object]]:
+        """Returns a record of every layer: in catalog order, then those that no catalog lists."""
+        by_layer: dict[str, list[tuple[_TensorKey, _Tensor]]] = {}
+        for key in sorted(self._tensors):
+            by_layer.setdefault(key[0], []).append((key, self._tensors[key]))
+        keys = list(self._numbers)
+        listed = [*self._modules, *(layer for layer in by_layer if layer not in self._modules)]
+        return [self._layer_record(layer, by_layer.get(layer, []), keys) for layer in listed]
+
+    def _layer_record(
+        self, layer: str, tensors: list[tuple[_TensorKey, _Tensor]], keys: list[SeriesKey]
+    ) -> dict[str, object]:
+        module = self._modules.get(layer)
+        return {
+            "layer": layer,
+            "type": module.type if module else None,
+            "aliases": self._aliases.get(layer, []),
+            "ranks": ranks_text(self._layer_ranks.get(layer, ())),
+            "tensors": [
+                {
+                    "call_index": key[1],
+                    "signal": key[2],
+                    "stage": key[3],
+                    "tensor_path": key[4],
+                    **tensor.record(),
+                    "statistics": [
+                        self._statistic(one, keys[one].metric) for one in self._ordered(tensor, keys)
+                    ],
+                }
+                for key, tensor in tensors
+            ],
+        }
+
+    def _ordered(self, tensor: _Tensor, keys: list[SeriesKey]) -> list[int]:
+        last = len(self._metric_order)
+        ranked = sorted(
+            (self._metric_order.get(keys[one].metric, last), keys[one].metric, one)
+            for one in tensor.statistics
+        )
+        return [one for _, _, one in ranked]
+
+    def _statistic(self, one: int, metric: str) -> dict[str, object]:
+        record: dict[str, object] = {"metric": metric}
+        if self._inline:
+            record["ranks"] = {
+                str(rank): entry(summaries, place) for rank, (summaries, place) in self._entries[one].items()
+            }
+        else:
+            record["ranks_in"] = SUMMARY_FILE
+        record["across_ranks"] = {
+            "ranks": int(self._num_ranks[one]),
+            "lowest": self._lowest.record(one),
+            "highest": self._highest.record(one),
+            "latest": {
+                "lowest": self._latest_lowest.record(one),
+                "highest": self._latest_highest.record(one),
+            },
+        }
+        return record
+
+    def _number_of(self, key: SeriesKey) -> int:
+        one = self._numbers.get(key)
+        if one is None:
+            one = self._numbers[key] = len(self._numbers)
+            self._tensors.setdefault(key[:5], _Tensor()).statistics.append(one)
+        return one
+
+    def _add_tensors(self, rank: int, summaries: SeriesSummaries) -> None:
+        newest: dict[_TensorKey, int] = {}
+        sample_ids = summaries.latest.sample_id.tolist()
+        for place, key in enumerate(summaries.keys):
+            tensor_key = key[:5]
+            held = newest.get(tensor_key)
+            if held is None or sample_ids[place] > sample_ids[held]:
+                newest[tensor_key] = place
+        for tensor_key, place in newest.items():
+            tensor = self._tensors[tensor_key]
+            self._layer_ranks.setdefault(tensor_key[0], set()).add(rank)
+            for name, by_text in tensor.texts.items():
+                by_text.setdefault(summaries.latest_texts[name][place], []).append(rank)
+            tensor.scale_lowest = float(np.fmin(tensor.scale_lowest, summaries.loss_scale_lowest[place]))
+            tensor.scale_highest = float(np.fmax(tensor.scale_highest, summaries.loss_scale_highest[place]))
+
+    def _reserve(self, size: int) -> None:
+        if size <= len(self._num_ranks):
+            return
+        size = max(size, 2 * len(self._num_ranks))
+        self._num_ranks = np.concatenate([self._num_ranks, np.zeros(size - len(self._num_ranks), np.int64)])
+        for extreme in (self._lowest, self._highest, self._latest_lowest, self._latest_highest):
+            extreme.reserve(size)

@@ -1,0 +1,194 @@
+"""The section ``ranks`` of ``result.json``: every process that held a rank, by its manifest and its rows."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from torchinstruments.merge.entries import timestamp_text
+from torchinstruments.merge.tasks import ProcessRows
+from torchinstruments.store.manifest import Manifest
+
+__all__ = ["ProcessView", "overlapping_ranks", "rows_dropped", "rows_in_spool", "tables_behind"]
+
+MAX_SHOWN_ERRORS = 5
+"""Errors of a process that are shown; its manifest has more."""
+
+_MAX_NAMED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessView:
+    """One process that held a rank.
+
+    Attributes:
+        rank: Rank in whose folder it wrote.
+        process: 8 hex digits.
+        manifest: None where there is no readable one.
+        status: ``running``, ``closed``, ``interrupted``, or ``unknown`` without a manifest.
+        rows: What was read of it, None where no part could be.
+    """
+
+    rank: int
+    process: str
+    manifest: Manifest | None
+    status: str
+    rows: ProcessRows | None
+
+    @property
+    def generations(self) -> tuple[int, ...]:
+        """Generations that it belonged to, by manifest, else by its rows."""
+        if self.manifest is not None:
+            return (self.manifest.generation,)
+        return self.rows.generations if self.rows is not None else ()
+
+    def record(self) -> dict[str, object]:
+        """Returns its entry in ``ranks``."""
+        manifest, rows = self.manifest, self.rows
+        generations = self.generations
+        found: dict[str, object] = {
+            "rank": self.rank,
+            "process": self.process,
+            "generation": generations[0] if len(generations) == 1 else None,
+            "status": self.status,
+        }
+        found |= _identity(manifest)
+        found |= {
+            "samples": rows.samples if rows else 0,
+            "missed_samples": rows.missed_samples if rows else 0,
+            "rows": rows.rows.get("history", 0) if rows else 0,
+            "rows_by_table": dict(rows.rows) if rows else {},
+            "rows_dropped": rows_dropped(manifest) if manifest else None,
+            "rows_in_spool": rows_in_spool(manifest) if manifest else None,
+            "last_sample_id": self._last_sample_id(),
+            "last_sample_at": self._last_sample_at(),
+        }
+        return found | _costs(manifest)
+
+    def _last_sample_id(self) -> int | None:
+        if self.rows is not None and self.rows.last_sample_id is not None:
+            return self.rows.last_sample_id
+        return self.manifest.last_sample_id if self.manifest is not None else None
+
+    def _last_sample_at(self) -> str | None:
+        if self.rows is not None and self.rows.last_sample_at_us is not None:
+            return timestamp_text(self.rows.last_sample_at_us)
+        return (self.manifest.last_sample_at or None) if self.manifest is not None else None
+
+    def lifetime_us(self) -> tuple[int, int] | None:
+        """Returns when it was surely alive: first and last microsecond since the epoch, None if unknown."""
+        times: list[int] = []
+        if self.manifest is not None:
+            times += _microseconds(self.manifest.started_at, self.manifest.written_at)
+        if self.rows is not None:
+            seen = (self.rows.first_sample_at_us, self.rows.last_sample_at_us)
+            times += [time for time in seen if time is not None]
+        return (min(times), max(times)) if times else None
+
+
+def overlapping_ranks(views: Sequence[ProcessView]) -> list[dict[str, object]]:
+    """Returns the rank numbers that two processes of one generation held at the same time."""
+    by_place: dict[tuple[int, int], list[ProcessView]] = {}
+    for view in views:
+        for generation in view.generations:
+            by_place.setdefault((view.rank, generation), []).append(view)
+    found: list[dict[str, object]] = []
+    for (rank, generation), held in sorted(by_place.items()):
+        processes = sorted({name for pair in _overlaps(held) for name in pair})
+        if processes:
+            found.append({"rank": rank, "generation": generation, "processes": processes})
+    return found
+
+
+def _overlaps(views: Sequence[ProcessView]) -> list[tuple[str, str]]:
+    lives = [(life, view.process) for view in views if (life := view.lifetime_us()) is not None]
+    pairs: list[tuple[str, str]] = []
+    for place, ((first, last), process) in enumerate(lives):
+        for (other_first, other_last), other in lives[place + 1 :]:
+            if first <= other_last and other_first <= last:
+                pairs.append((process, other))
+    return pairs
+
+
+def rows_dropped(manifest: Manifest) -> int:
+    """Returns the rows that a process gave up, of all tables."""
+    by_table = {table: state.rows_dropped for table, state in manifest.tables.items()}
+    # The counter covers history from the queue on, the table state from the writer on.
+    history = max(by_table.pop("history", 0), manifest.counters.rows_dropped)
+    return history + sum(by_table.values())
+
+
+def rows_in_spool(manifest: Manifest) -> int:
+    """Returns the durable rows that have not reached the run's folder yet, of all tables."""
+    return sum(state.rows_in_spool for state in manifest.tables.values())
+
+
+def _identity(manifest: Manifest | None) -> dict[str, object]:
+    if manifest is None:
+        return {"host": None, "local_rank": None, "world_size": None, "device": None, "verified": None}
+    return {
+        "host": manifest.host,
+        "local_rank": manifest.local_rank,
+        "node_rank": manifest.node_rank,
+        "world_size": manifest.world_size,
+        "device": manifest.device,
+        "mesh_coordinates": list(manifest.mesh_coordinates),
+        "mesh_axis_names": list(manifest.mesh_axis_names),
+        "launcher": manifest.launcher,
+        "restart_count": manifest.restart_count,
+        "verified": manifest.verified,
+        "started_at": manifest.started_at,
+    }
+
+
+def _costs(manifest: Manifest | None) -> dict[str, object]:
+    if manifest is None:
+        return {"errors": {}, "last_errors": [], "counters": None}
+    counters = manifest.counters
+    return {
+        "errors": dict(sorted(counters.errors.items())),
+        "last_errors": [
+            {"probe": error.probe, "module": error.module, "type": error.type, "message": error.message}
+            for error in manifest.errors[-MAX_SHOWN_ERRORS:]
+        ],
+        "counters": {
+            "forwards": counters.forwards,
+            "parts": counters.parts,
+            "bytes": counters.bytes,
+            "collection_s": counters.collection_s,
+            "writer_s": counters.writer_s,
+        },
+    }
+
+
+def _microseconds(*times: str) -> list[int]:
+    found: list[int] = []
+    for text in times:
+        try:
+            time = datetime.fromisoformat(text)
+        except ValueError:
+            continue  # a manifest of another hand; its rows tell too
+        found.append(round(time.timestamp() * 1_000_000))
+    return found
+
+
+def tables_behind(manifest: Manifest, found: Mapping[str, set[int]]) -> dict[str, dict[str, object]]:
+    """Returns the parts that a manifest counts as written and that do not lie there.
+
+    Args:
+        manifest: Of one process.
+        found: Table to the numbers of the parts that were listed.
+    """
+    behind: dict[str, dict[str, object]] = {}
+    for table, state in sorted(manifest.tables.items()):
+        there = found.get(table, set()) | set(state.missing)
+        below = sum(1 for number in there if number < state.next_part)
+        lost = state.next_part - below
+        if lost > 0:
+            named: list[int] = []
+            number = 0
+            while len(named) < min(lost, _MAX_NAMED):
+                if number not in there:
+                    named.append(number)
+                number += 1
+            behind[table] = {"parts": lost, "first_numbers": named}
+    return behind

@@ -1,0 +1,324 @@
+"""The map step: one rank, read part by part in the order of writing.
+
+A part counts as a whole or not at all: it is decoded to its last row before its first row is summarised, so
+that one that breaks in the middle is set aside by name and leaves no trace. Very large parts are decoded
+twice instead of held.
+"""
+
+import contextlib
+import io
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchinstruments.errors import StorageDeniedError, StorageError
+from torchinstruments.merge.alignment import SampleKeys, sample_keys
+from torchinstruments.merge.series import SeriesIndex, TooManySeriesError, texts_of
+from torchinstruments.merge.sources import opened
+from torchinstruments.merge.summary import LATEST_COLUMNS, RowBlock, SummaryBuilder
+from torchinstruments.merge.tasks import Disagreement, ProcessRows, RankReading, RankTask
+from torchinstruments.records import SampleState
+from torchinstruments.store.documents import UnusableFileError
+from torchinstruments.store.inspection import Expected, inspect_file
+from torchinstruments.store.inventory import PartFile, SetAside
+from torchinstruments.store.schema import KEY_COLUMNS, TABLE_SCHEMAS
+from torchinstruments.store.storage import Storage
+
+__all__ = ["read_rank"]
+
+MAX_HELD_ROWS = 1_000_000
+"""Parts with more rows than this are decoded twice rather than held: about 100 bytes a row."""
+
+MAX_FETCHED_BYTES = 64 * 2**20
+"""Parts up to this size are fetched by one request; larger ones are read in ranges."""
+
+_BATCH_ROWS = 65_536
+_FOREIGN = "foreign_run"
+_IDENTITY_COLUMNS = ("generation", "rank", "process")
+_HISTORY_COLUMNS = (
+    *_IDENTITY_COLUMNS,
+    "sample_id",
+    "timestamp",
+    *KEY_COLUMNS,
+    "value",
+    "loss_scale",
+    "unavailable_reason",
+    *LATEST_COLUMNS,
+)
+_SAMPLE_COLUMNS = (
+    *_IDENTITY_COLUMNS,
+    "sample_id",
+    "attempt",
+    "forward_in_attempt",
+    "forward_index",
+    "started_at",
+    "state",
+)
+
+
+def read_rank(task: RankTask) -> RankReading:
+    """Reads a rank (worker: any thread, process or machine).
+
+    Raises:
+        StorageError: A store did not answer. A file that is bad by itself raises nothing and is set aside.
+    """
+    return _RankReader(task).read()
+
+
+@dataclass(slots=True)
+class _ProcessTally:
+    rows: Counter[str] = field(default_factory=Counter)
+    generations: set[int] = field(default_factory=set)
+    samples: list["_Samples"] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """Rows of ``samples``, each array of shape ``[rows]``; `attempt` is -1 where there is none."""
+
+    generation: npt.NDArray[np.int64]
+    sample_id: npt.NDArray[np.int64]
+    attempt: npt.NDArray[np.int64]
+    forward_in_attempt: npt.NDArray[np.int64]
+    forward_index: npt.NDArray[np.int64]
+    started_at_us: npt.NDArray[np.int64]
+    is_missed: npt.NDArray[np.bool_]
+
+
+class _RankReader:
+    def __init__(self, task: RankTask) -> None:
+        self._task = task
+        self._index = SeriesIndex()
+        self._builder = SummaryBuilder(task.window)
+        self._tallies: dict[str, _ProcessTally] = {}
+        self._set_aside: list[SetAside] = []
+        self._num_foreign = 0
+        self._disagreements: list[Disagreement] = []
+
+    def read(self) -> RankReading:
+        for parts in self._task.parts.values():
+            for part in parts:
+                self._read_or_set_aside(part)
+        samples = [one for tally in self._tallies.values() for one in tally.samples]
+        return RankReading(
+            rank=self._task.rank,
+            summaries=self._builder.finish(self._index.keys),
+            processes={process: _process_rows(tally) for process, tally in sorted(self._tallies.items())},
+            keys=_keys(samples),
+            set_aside=tuple(self._set_aside),
+            foreign_parts=self._num_foreign,
+            disagreements=tuple(self._disagreements),
+        )
+
+    def _read_or_set_aside(self, part: PartFile) -> None:
+        try:
+            self._read_part(part)
+        except UnusableFileError as error:
+            reason = error.reason
+        except FileNotFoundError:
+            reason = "unreadable: it is gone"
+        except StorageDeniedError as error:
+            reason = UnusableFileError("unreadable", error).reason
+        except StorageError:
+            raise
+        except TooManySeriesError as error:
+            reason = UnusableFileError("schema_mismatch", error).reason
+        except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError) as error:
+            # Beyond the footer a damaged page surfaces as whatever the decoder trips over.
+            reason = UnusableFileError("unreadable", error).reason
+        else:
+            return
+        if reason == _FOREIGN:
+            self._num_foreign += 1
+        else:
+            self._set_aside.append(SetAside(part.source, part.path, reason))
+
+    def _read_part(self, part: PartFile) -> None:
+        storage = opened(self._task.sources[part.source])
+        with _open_part(storage, part, self._task.run_id) as file:
+            if part.table == "history":
+                self._read_history(part, file)
+            elif part.table == "samples":
+                self._read_samples(part, file)
+            else:
+                self._tally(part).rows[part.table] += file.metadata.num_rows
+
+    def _read_history(self, part: PartFile, file: pq.ParquetFile) -> None:
+        found: Counter[tuple[str, str, str]] = Counter()
+        generations: set[int] = set()
+
+        def blocks() -> Iterator[RowBlock]:
+            for batch in _batches(file, _HISTORY_COLUMNS):
+                self._compare(part, batch, found, generations)
+                yield _row_block(batch, self._index)
+
+        chosen: Iterable[RowBlock]
+        if file.metadata.num_rows <= MAX_HELD_ROWS:
+            chosen = list(blocks())
+        else:
+            for _ in blocks():
+                pass
+            found.clear()
+            chosen = blocks()
+        for block in chosen:
+            self._builder.add(block)
+        self._note(part, file.metadata.num_rows, found, generations)
+
+    def _read_samples(self, part: PartFile, file: pq.ParquetFile) -> None:
+        found: Counter[tuple[str, str, str]] = Counter()
+        generations: set[int] = set()
+        blocks: list[_Samples] = []
+        for batch in _batches(file, _SAMPLE_COLUMNS):
+            self._compare(part, batch, found, generations)
+            blocks.append(_samples(batch))
+        self._tally(part).samples += blocks
+        self._note(part, file.metadata.num_rows, found, generations)
+
+    def _compare(
+        self,
+        part: PartFile,
+        batch: pa.RecordBatch,
+        found: Counter[tuple[str, str, str]],
+        generations: set[int],
+    ) -> None:
+        """Counts the rows of a batch that say something else than where they lie."""
+        in_rows = _integers(batch, "generation")
+        expected = self._task.generations.get(part.process)
+        if expected is None or not bool((in_rows == expected).all()):
+            generations.update(np.unique(in_rows).tolist())
+        else:
+            generations.add(expected)
+        if expected is not None:
+            _count_others(found, "generation", in_rows, expected)
+        _count_others(found, "rank", _integers(batch, "rank"), part.rank)
+        positions, texts = texts_of(batch.column("process"))
+        counts = np.bincount(positions, minlength=len(texts)).tolist()
+        for text, rows in zip(texts, counts, strict=True):
+            if rows and text != part.process:
+                found["process", text[:80], part.process] += rows
+
+    def _note(
+        self, part: PartFile, num_rows: int, found: Counter[tuple[str, str, str]], generations: set[int]
+    ) -> None:
+        tally = self._tally(part)
+        tally.rows[part.table] += num_rows
+        tally.generations |= generations
+        for (column, said, expected), rows in sorted(found.items()):
+            self._disagreements.append(Disagreement(part.source, part.path, column, said, expected, rows))
+
+    def _tally(self, part: PartFile) -> _ProcessTally:
+        return self._tallies.setdefault(part.process, _ProcessTally())
+
+
+@contextlib.contextmanager
+def _open_part(storage: Storage, part: PartFile, run_id: str) -> Generator[pq.ParquetFile]:
+    """Checks a part's footer and opens its rows.
+
+    Raises:
+        UnusableFileError: It is to be left out.
+    """
+    if part.size_bytes == 0:
+        raise UnusableFileError("empty_file")
+    texts = [field.name for field in TABLE_SCHEMAS[part.table] if pa.types.is_string(field.type)]
+    with contextlib.ExitStack() as stack:
+        if part.size_bytes <= MAX_FETCHED_BYTES:
+            raw = stack.enter_context(io.BytesIO(storage.read(part.path)))
+        else:
+            raw = stack.enter_context(storage.open_input(part.path, part.size_bytes))
+        # Rank and process of the rows are compared row by row, and reported instead of refused.
+        inspect_file(raw, Expected(part.table, run_id))
+        raw.seek(0)
+        file = stack.enter_context(
+            pq.ParquetFile(raw, read_dictionary=texts, pre_buffer=True, page_checksum_verification=True)
+        )
+        yield file
+
+
+def _batches(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    # One thread: the merge is parallel over ranks, and a worker's memory stays that of one batch.
+    return file.iter_batches(batch_size=_BATCH_ROWS, columns=list(columns), use_threads=False)
+
+
+def _integers(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.int64]:
+    column = batch.column(name)
+    if column.null_count:
+        column = column.fill_null(-1)
+    return column.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+
+
+def _microseconds(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.int64]:
+    return batch.column(name).view(pa.int64()).to_numpy(zero_copy_only=False)
+
+
+def _finite_or_nan(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.float64]:
+    values = batch.column(name).to_numpy(zero_copy_only=False)
+    return np.where(np.isfinite(values), values, np.nan)
+
+
+def _count_others(
+    found: Counter[tuple[str, str, str]], column: str, values: npt.NDArray[np.int64], expected: int
+) -> None:
+    others = values[values != expected]
+    if len(others):
+        for value, rows in zip(*np.unique(others, return_counts=True), strict=True):
+            found[column, str(value), str(expected)] += int(rows)
+
+
+def _row_block(batch: pa.RecordBatch, index: SeriesIndex) -> RowBlock:
+    return RowBlock(
+        series=index.number(batch),
+        sample_id=_integers(batch, "sample_id"),
+        timestamp_us=_microseconds(batch, "timestamp"),
+        value=_finite_or_nan(batch, "value"),
+        loss_scale=_finite_or_nan(batch, "loss_scale"),
+        reason=batch.column("unavailable_reason"),
+        latest={name: batch.column(name) for name in LATEST_COLUMNS},
+    )
+
+
+def _samples(batch: pa.RecordBatch) -> _Samples:
+    positions, states = texts_of(batch.column("state"))
+    is_missed = np.array([state == SampleState.MISSED for state in states], np.bool_)
+    return _Samples(
+        generation=_integers(batch, "generation"),
+        sample_id=_integers(batch, "sample_id"),
+        attempt=_integers(batch, "attempt"),
+        forward_in_attempt=_integers(batch, "forward_in_attempt"),
+        forward_index=_integers(batch, "forward_index"),
+        started_at_us=_microseconds(batch, "started_at"),
+        is_missed=is_missed[positions] if len(states) else np.zeros(0, np.bool_),
+    )
+
+
+def _keys(samples: Sequence[_Samples]) -> SampleKeys:
+    if not samples:
+        return np.zeros((0, 3), np.int64)
+    is_measured = ~np.concatenate([one.is_missed for one in samples])
+    return sample_keys(
+        np.concatenate([one.generation for one in samples])[is_measured],
+        np.concatenate([one.attempt for one in samples])[is_measured],
+        np.concatenate([one.forward_in_attempt for one in samples])[is_measured],
+        np.concatenate([one.forward_index for one in samples])[is_measured],
+    )
+
+
+def _process_rows(tally: _ProcessTally) -> ProcessRows:
+    ids = np.concatenate([np.zeros(0, np.int64), *(one.sample_id for one in tally.samples)])
+    times = np.concatenate([np.zeros(0, np.int64), *(one.started_at_us for one in tally.samples)])
+    missed = np.concatenate([np.zeros(0, np.bool_), *(one.is_missed for one in tally.samples)])
+    has_samples = len(ids) > 0
+    return ProcessRows(
+        rows=dict(sorted(tally.rows.items())),
+        generations=tuple(sorted(tally.generations)),
+        # A sample whose state changed later has a row for each state.
+        samples=len(np.unique(ids[~missed])),
+        missed_samples=len(np.unique(ids[missed])),
+        last_sample_id=int(ids.max()) if has_samples else None,
+        first_sample_at_us=int(times.min()) if has_samples else None,
+        last_sample_at_us=int(times.max()) if has_samples else None,
+    )

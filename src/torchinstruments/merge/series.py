@@ -1,0 +1,149 @@
+"""Numbers for series: which (layer, call_index, signal, stage, tensor_path, metric) a row belongs to.
+
+A row group carries its keys as dictionaries. Each distinct text gets a number once; the numbers of a row's
+six columns are packed into one 64-bit word, and words are numbered in order of first sight. So a row costs a
+few vector operations, and texts are compared once a row group instead of once a row.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+__all__ = ["SeriesIndex", "SeriesKey", "TooManySeriesError", "texts_of"]
+
+_TEXT_COLUMNS = ("layer", "signal", "stage", "tensor_path", "metric")
+_WORD_BITS = 63
+
+
+class SeriesKey(NamedTuple):
+    """What makes a series, in the order of `schema.KEY_COLUMNS`."""
+
+    layer: str
+    call_index: int
+    signal: str
+    stage: str
+    tensor_path: str
+    metric: str
+
+
+class TooManySeriesError(ValueError):
+    """The distinct keys of one rank do not fit a 64-bit word; no model comes near, a hostile file may."""
+
+
+def texts_of(column: pa.Array) -> tuple[npt.NDArray[np.int64], list[str]]:
+    """Returns a text column as positions, and the texts that they point at.
+
+    Args:
+        column: Strings, plain or dictionary-encoded, without nulls.
+    """
+    encoded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
+    positions = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+    return positions, [str(text) for text in encoded.dictionary.to_pylist()]
+
+
+class SeriesIndex:
+    """Numbers the series of one rank in order of first sight.
+
+    Attributes:
+        keys: Key of each number.
+    """
+
+    def __init__(self) -> None:
+        self.keys: list[SeriesKey] = []
+        self._texts: dict[str, dict[str, int]] = {name: {} for name in _TEXT_COLUMNS}
+        self._widths: tuple[int, ...] = ()
+        # Words in ascending order, and the series number of each; anew whenever the packing widens.
+        self._words: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._word_numbers: npt.NDArray[np.int64] = np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        """Returns how many series were seen."""
+        return len(self.keys)
+
+    def number(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
+        """Returns the series number of each row, shape ``[rows]``.
+
+        Args:
+            batch: Rows of ``history`` with at least the key columns.
+
+        Raises:
+            TooManySeriesError: The keys seen so far do not fit a word.
+        """
+        if batch.num_rows == 0:
+            return np.empty(0, np.int64)
+        columns = {name: self._text_numbers(name, batch.column(name)) for name in _TEXT_COLUMNS}
+        calls = batch.column("call_index").to_numpy(zero_copy_only=False).astype(np.int64)
+        if int(calls.min()) < 0:
+            raise TooManySeriesError(f"call_index {int(calls.min())} is below 0")
+        self._widen(int(calls.max()))
+        parts = (columns["layer"], calls, *(columns[name] for name in _TEXT_COLUMNS[1:]))
+        words = np.zeros(batch.num_rows, np.int64)
+        for part, width in zip(parts, self._widths, strict=True):
+            words = (words << width) | part
+        encoded = pa.array(words).dictionary_encode()
+        distinct = encoded.dictionary.to_numpy(zero_copy_only=False)
+        positions = encoded.indices.to_numpy(zero_copy_only=False)
+        return self._numbers_of(distinct)[positions]
+
+    def _text_numbers(self, name: str, column: pa.Array) -> npt.NDArray[np.int64]:
+        positions, texts = texts_of(column)
+        known = self._texts[name]
+        numbers = np.array([known.setdefault(text, len(known)) for text in texts], np.int64)
+        return numbers[positions]
+
+    def _widen(self, largest_call: int) -> None:
+        # Widths only grow, and by a power of two of values, so repacking is rare.
+        sizes = (
+            len(self._texts["layer"]),
+            largest_call + 1,
+            *(len(self._texts[name]) for name in _TEXT_COLUMNS[1:]),
+        )
+        needed = tuple(max(size - 1, 0).bit_length() for size in sizes)
+        before = self._widths or (0,) * len(needed)
+        widths = tuple(max(pair) for pair in zip(before, needed, strict=True))
+        if sum(widths) > _WORD_BITS:
+            raise TooManySeriesError(f"the keys need {sum(widths)} bits, {_WORD_BITS} are there")
+        if widths != self._widths:
+            self._widths = widths
+            self._repack()
+
+    def _repack(self) -> None:
+        """Makes the words of all known series anew, in the widths of now."""
+        words = np.zeros(len(self.keys), np.int64)
+        for place, (name, width) in enumerate(zip(SeriesKey._fields, self._widths, strict=True)):
+            texts = self._texts.get(name)
+            column = [key[place] for key in self.keys]
+            parts = column if texts is None else [texts[str(text)] for text in column]
+            words = (words << width) | np.array(parts, np.int64)
+        self._sort(words)
+
+    def _sort(self, words: npt.NDArray[np.int64]) -> None:
+        order = np.argsort(words)
+        self._words, self._word_numbers = words[order], order.astype(np.int64, copy=False)
+
+    def _add(self, words: npt.NDArray[np.int64]) -> None:
+        columns: list[list[str] | list[int]] = []
+        rest = words
+        for name, width in zip(reversed(SeriesKey._fields), reversed(self._widths), strict=True):
+            parts = (rest & ((1 << width) - 1)).tolist()
+            rest = rest >> width
+            if name in self._texts:
+                texts = list(self._texts[name])
+                columns.append([texts[part] for part in parts])
+            else:
+                columns.append(parts)
+        self.keys += map(SeriesKey._make, zip(*reversed(columns), strict=True))
+        known = np.empty(len(self._words), np.int64)
+        known[self._word_numbers] = self._words
+        self._sort(np.concatenate([known, words]))
+
+    def _numbers_of(self, distinct: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        found = np.searchsorted(self._words, distinct)
+        inside = np.minimum(found, max(len(self._words) - 1, 0))
+        known = self._words[inside] == distinct if len(self._words) else np.zeros(len(distinct), np.bool_)
+        if not bool(known.all()):
+            self._add(distinct[~known])
+            inside = np.searchsorted(self._words, distinct)
+        return self._word_numbers[inside]

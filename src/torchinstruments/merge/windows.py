@@ -1,0 +1,192 @@
+"""The last samples of every series, for the two adjacent windows of its summary.
+
+A ring of ``2 * window`` places a series, all series in one matrix. Rows nearly always arrive in the order of
+their samples and are written where the ring stands; rows of an earlier sample (a backward that came out of
+order across parts, two processes of one rank) are merged by sorting, for the series that they touch.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Segments", "Windows", "WindowRing"]
+
+_FIRST_CAPACITY = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Rows sorted by series, then by sample, then by arrival; one segment a series.
+
+    Attributes:
+        series: Series number of each row, shape ``[rows]``, ascending.
+        sample_id: Sample of each row, shape ``[rows]``, ascending in a segment.
+        value: Value of each row, shape ``[rows]``, NaN where it is missing.
+        starts: First row of each segment, shape ``[segments]``.
+        lengths: Rows of each segment, shape ``[segments]``.
+    """
+
+    series: npt.NDArray[np.int64]
+    sample_id: npt.NDArray[np.int64]
+    value: npt.NDArray[np.float64]
+    starts: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """One of the two windows, of every series; each array has shape ``[series]``.
+
+    Attributes:
+        observations: Rows in the window; a missing value takes a place too.
+        valid_observations: Those with a value.
+        mean: Mean of those, NaN where there is none.
+    """
+
+    observations: npt.NDArray[np.int64]
+    valid_observations: npt.NDArray[np.int64]
+    mean: npt.NDArray[np.float64]
+
+
+class WindowRing:
+    """The last ``2 * window`` rows of every series by (sample_id, arrival).
+
+    Memory: ``16 * series * min(2 * window, longest series)`` bytes, at most twice that while growing.
+
+    Args:
+        window: Samples in each of the two windows.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._places = 2 * window
+        self._count: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._last_id: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._ids: npt.NDArray[np.int64] = np.zeros((0, 0), np.int64)
+        self._values: npt.NDArray[np.float64] = np.zeros((0, 0), np.float64)
+
+    def add(self, rows: Segments) -> None:
+        """Takes rows; for equal samples, those that came before stay before."""
+        series = rows.series[rows.starts]
+        self._reserve(int(series[-1]) + 1, series, rows.lengths)
+        is_late = (self._count[series] > 0) & (rows.sample_id[rows.starts] < self._last_id[series])
+        if bool(is_late.any()):
+            late_rows = np.repeat(is_late, rows.lengths)
+            self._merge(series[is_late], rows.lengths[is_late], rows, late_rows)
+            in_order = ~late_rows
+            self._append(rows, in_order, series[~is_late], rows.lengths[~is_late])
+        else:
+            self._append(rows, np.ones(len(rows.series), np.bool_), series, rows.lengths)
+
+    def recent(self, num_series: int) -> Windows:
+        """Returns the window of the last rows of each series."""
+        return self._summarise(num_series, self._window)
+
+    def previous(self, num_series: int) -> Windows:
+        """Returns the window just before the recent one."""
+        return self._summarise(num_series, 2 * self._window)
+
+    def _append(
+        self,
+        rows: Segments,
+        chosen: npt.NDArray[np.bool_],
+        series: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+    ) -> None:
+        within = np.arange(len(rows.series)) - np.repeat(rows.starts, rows.lengths)
+        from_end = np.repeat(rows.lengths, rows.lengths) - within
+        kept = chosen & (from_end <= self._places)
+        who = rows.series[kept]
+        places = (self._count[who] + within[kept]) % self._places
+        self._ids[who, places] = rows.sample_id[kept]
+        self._values[who, places] = rows.value[kept]
+        self._count[series] += lengths
+        # The last row of a segment has its largest sample.
+        ends = (rows.starts + rows.lengths - 1)[chosen[rows.starts]]
+        self._last_id[series] = rows.sample_id[ends]
+
+    def _merge(
+        self,
+        series: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        rows: Segments,
+        chosen: npt.NDArray[np.bool_],
+    ) -> None:
+        held = np.minimum(self._count[series], self._places)
+        who = np.repeat(series, held)
+        within = np.arange(len(who)) - np.repeat(np.cumsum(held) - held, held)
+        places = (np.repeat(self._count[series] - held, held) + within) % self._places
+        all_series = np.concatenate([who, rows.series[chosen]])
+        all_ids = np.concatenate([self._ids[who, places], rows.sample_id[chosen]])
+        all_values = np.concatenate([self._values[who, places], rows.value[chosen]])
+        order = np.lexsort((all_ids, all_series))  # stable: what was held comes first among equals
+        totals = held + lengths
+        from_end = np.repeat(np.cumsum(totals), totals) - np.arange(len(order))
+        kept = order[from_end <= self._places]
+        self._count[series] += lengths
+        after = self._count[all_series[kept]]
+        places = (after - from_end[from_end <= self._places]) % self._places
+        self._ids[all_series[kept], places] = all_ids[kept]
+        self._values[all_series[kept], places] = all_values[kept]
+        self._last_id[series] = np.maximum(self._last_id[series], all_ids[order[np.cumsum(totals) - 1]])
+
+    def _reserve(
+        self, num_series: int, series: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+    ) -> None:
+        rows, places = self._ids.shape
+        if num_series > rows:
+            rows = max(num_series, 2 * rows)
+        longest = min(self._places, int((self._extended(self._count, rows)[series] + lengths).max()))
+        if longest > places:
+            places = min(self._places, max(longest, 2 * places, _FIRST_CAPACITY))
+        if (rows, places) == self._ids.shape:
+            return
+        # While a ring is shorter than it may become, no series has wrapped, so growing keeps every place.
+        ids = np.zeros((rows, places), np.int64)
+        values = np.full((rows, places), np.nan)
+        old_rows, old_places = self._ids.shape
+        ids[:old_rows, :old_places] = self._ids
+        values[:old_rows, :old_places] = self._values
+        self._ids, self._values = ids, values
+        self._count = self._extended(self._count, rows)
+        self._last_id = self._extended(self._last_id, rows)
+
+    @staticmethod
+    def _extended(array: npt.NDArray[np.int64], rows: int) -> npt.NDArray[np.int64]:
+        return np.concatenate([array, np.zeros(rows - len(array), np.int64)])
+
+    def _summarise(self, num_series: int, back: int) -> Windows:
+        observations = np.zeros(num_series, np.int64)
+        valid = np.zeros(num_series, np.int64)
+        total = np.zeros(num_series, np.float64)
+        # Place by place, so that the order of every sum is the order of the samples on any machine.
+        with np.errstate(over="ignore", invalid="ignore"):
+            for offset in range(self._window):
+                there, value = self._place(num_series, back - offset)
+                has_value = there & ~np.isnan(value)
+                observations += there
+                valid += has_value
+                total += np.where(has_value, value, 0.0)
+            mean = np.where(valid > 0, total / np.maximum(valid, 1), np.nan)
+            overflown = (valid > 0) & ~np.isfinite(mean)
+            if bool(overflown.any()):
+                mean = np.where(overflown, self._careful_mean(num_series, back, valid), mean)
+        return Windows(observations, valid, mean)
+
+    def _careful_mean(
+        self, num_series: int, back: int, valid: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float64]:
+        # A mean of finite values is finite even where their sum is not: divide first, then add.
+        mean = np.zeros(num_series, np.float64)
+        divisor = np.maximum(valid, 1)
+        for offset in range(self._window):
+            there, value = self._place(num_series, back - offset)
+            mean += np.where(there & ~np.isnan(value), value / divisor, 0.0)
+        return mean
+
+    def _place(self, num_series: int, back: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
+        position = self._count[:num_series] - back
+        there = position >= 0
+        slots = np.where(there, position % self._places, 0)
+        return there, self._values[np.arange(num_series), slots]

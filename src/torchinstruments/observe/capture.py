@@ -1,0 +1,299 @@
+"""One sampled root forward: hooks on the selected layers for as long as it runs.
+
+The hooks are there for this forward and this thread alone, so that a forward that is not sampled pays for
+nothing, and the recomputation of activation checkpointing meets none. A value is reduced inside the hook, for
+an in-place operation may change it right afterwards.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.checkpoint import CheckpointFunction
+
+from torchinstruments.observe.engine import is_in_backward
+from torchinstruments.observe.faults import Faults, Tally
+from torchinstruments.observe.gradients import GradientTracker, SampleGradients
+from torchinstruments.observe.hooks import LayerHook
+from torchinstruments.observe.leaves import gradient_path, tensors_in
+from torchinstruments.observe.observation import (
+    Call,
+    Delivery,
+    Observation,
+    Part,
+    SampleFacts,
+    error_reason,
+    take_absence,
+    take_tensor,
+)
+from torchinstruments.observe.selection import Layer
+from torchinstruments.records import (
+    Execution,
+    GradSync,
+    Position,
+    Reason,
+    SampleState,
+    ScaleProvenance,
+    Signal,
+)
+from torchinstruments.statistics.batching import ScalarBatch
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = ["MAX_OBSERVATIONS", "SampledForward"]
+
+MAX_OBSERVATIONS = 100_000
+"""Tensors of one sampled forward that are measured, over all layers and calls."""
+
+_PROBE = "forward"
+_TAKES_NO_HOOK = (Reason.UNSUPPORTED_LAYOUT.value, Reason.META_TENSOR.value)
+"""Why neither an output nor its gradient is measured: there is no real tensor to hook."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What a sampled forward has come to."""
+
+    calls: dict[int, int] = field(default_factory=dict)
+    handles: "list[RemovableHandle]" = field(default_factory=list)
+    gradients: SampleGradients | None = None
+    collection_s: float = 0.0
+    is_full: bool = False
+
+
+class SampledForward:
+    """Measures the outputs of one root forward, and has their gradients watched.
+
+    Args:
+        layers: The selected ones.
+        tracker: Watches gradients.
+        faults: Takes errors.
+        ordinal: Of the sample.
+        position: Of the forward.
+        started_at_us: When it began: microseconds since the epoch, UTC.
+        grad_sync: As latched at its start.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: Sequence[Layer],
+        tracker: GradientTracker,
+        faults: Faults,
+        ordinal: int,
+        position: Position,
+        started_at_us: int,
+        grad_sync: GradSync,
+    ) -> None:
+        self._layers = layers
+        self._tracker = tracker
+        self._tally = Tally(faults)
+        self._ordinal = ordinal
+        self._position = position
+        self._started_at_us = started_at_us
+        self._grad_sync = grad_sync
+        self._part = Part(ScalarBatch(tracker.reducers, self._tally.fail))
+        self._progress = _Progress()
+        self._is_over = False
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Indices of the layers that were called, in the order of their first calls."""
+        return tuple(self._progress.calls)
+
+    def attach(self, compiled: frozenset[int]) -> None:
+        """Hooks the layers (training thread, hot path).
+
+        Args:
+            compiled: Ids of modules inside compiled code, where a hook would be compiled too.
+        """
+        started_s = time.perf_counter()
+        thread = threading.get_ident()
+        for layer in self._layers:
+            if layer.is_root or not layer.takes_hooks:
+                continue
+            try:
+                if id(layer.watched) in compiled:
+                    self._note_compiled(layer)
+                else:
+                    hook = LayerHook(self, layer, thread)
+                    self._progress.handles.append(layer.watched.register_forward_hook(hook))
+            except Exception as error:  # noqa: BLE001 - one layer may not cost the others
+                self._tally.layer = layer.name
+                self._tally.fail(_PROBE, error)
+        self._progress.collection_s += time.perf_counter() - started_s
+
+    def observe(self, layer: Layer, output: object) -> None:
+        """Measures an output of a layer; it never raises (training thread, hot path)."""
+        if self._is_over or is_in_backward():
+            # Inside a backward this is a recomputation of what was measured before.
+            return
+        started_s = time.perf_counter()
+        self._tally.layer = layer.name
+        try:
+            self._measure(layer, output)
+        except Exception as error:  # noqa: BLE001 - nothing may leave a hook
+            self._tally.fail(_PROBE, error)
+        finally:
+            self._progress.collection_s += time.perf_counter() - started_s
+
+    def end(self, *, failed: bool) -> tuple[Delivery, SampleGradients | None] | None:
+        """Unhooks the layers and returns what was measured (training thread, hot path).
+
+        Args:
+            failed: Whether the forward raised.
+
+        Returns:
+            The forward's delivery, and the gradients that may still come; None if it had ended.
+        """
+        if self._is_over:
+            return None
+        started_s = time.perf_counter()
+        self.detach()
+        gradients, self._progress.gradients = self._progress.gradients, None
+        if failed and gradients is not None:
+            gradients.close()
+            gradients = None
+        self._tally.layer = ""
+        self._part.batch.seal()
+        self._progress.collection_s += time.perf_counter() - started_s
+        delivery = Delivery(
+            facts=self._facts(),
+            state=SampleState.FAILED if failed else SampleState.FORWARD_COMPLETE,
+            backward_index=None,
+            settled=gradients is None,
+            collection_s=self._progress.collection_s,
+            errors=self._tally.errors,
+            parts=(self._part,),
+            absence_metrics=self._tracker.absence_metrics,
+            scale_provenance=self._scale_provenance(),
+        )
+        return delivery, gradients
+
+    def _facts(self) -> SampleFacts:
+        """Returns what all deliveries of the sample share."""
+        return SampleFacts(
+            ordinal=self._ordinal,
+            position=self._position,
+            started_at_us=self._started_at_us,
+            grad_sync=self._grad_sync,
+            modules_expected=len(self._layers),
+            modules_fired=len(self._progress.calls),
+        )
+
+    def detach(self) -> None:
+        """Removes the hooks (any thread). What is measured no more is not delivered either."""
+        self._is_over = True
+        for handle in self._progress.handles:
+            handle.remove()
+        self._progress.handles.clear()
+
+    def _measure(self, layer: Layer, output: object) -> None:
+        """Measures all tensors of one output."""
+        progress = self._progress
+        call_index = progress.calls.get(layer.index, 0)
+        progress.calls[layer.index] = call_index + 1
+        call = Call(
+            layer=layer,
+            call_index=call_index,
+            mode="train" if layer.module.training else "eval",
+            grad_enabled=torch.is_grad_enabled(),
+        )
+        leaves = tensors_in(output)
+        if leaves.truncated:
+            self._tally.fail(_PROBE, RuntimeError(leaves.truncated))
+        if not leaves.tensors and self._has_room():
+            take_absence(self._part, call, Signal.OUTPUT, "output", Reason.NO_TENSOR_OUTPUT.value)
+        for path, tensor in leaves.tensors:
+            if not self._has_room():
+                return
+            output_seen = self._take(call, path, tensor)
+            try:
+                self._expect_gradient(call, path, tensor, output_seen)
+            except Exception as error:  # noqa: BLE001 - the sample goes on with the next tensor
+                self._tally.fail("gradient", error)
+                reason = error_reason(error)
+                take_absence(
+                    self._part, call, Signal.OUTPUT_GRADIENT, gradient_path(path), reason, output_seen
+                )
+
+    def _take(self, call: Call, path: str, tensor: torch.Tensor) -> Observation:
+        """Measures one output."""
+        try:
+            return take_tensor(self._part, call, Signal.OUTPUT, path, tensor)
+        except Exception as error:  # noqa: BLE001 - the sample goes on with the next tensor
+            self._tally.fail(_PROBE, error)
+            take_absence(self._part, call, Signal.OUTPUT, path, error_reason(error))
+            return self._part.observations[-1]
+
+    def _expect_gradient(self, call: Call, path: str, tensor: torch.Tensor, output: Observation) -> None:
+        """Has the gradient of an output watched, or says why there will be none that can be."""
+        if call.grad_enabled and tensor.requires_grad:
+            if output.reason.startswith(_TAKES_NO_HOOK):
+                reason = output.reason
+                take_absence(self._part, call, Signal.OUTPUT_GRADIENT, gradient_path(path), reason, output)
+                return
+            if self._progress.gradients is None:
+                self._progress.gradients = self._tracker.sample()
+            self._progress.gradients.expect(call, path, tensor, output)
+        elif (
+            self._position.grad_enabled
+            and not call.grad_enabled
+            and (tensor.is_floating_point() or tensor.is_complex())
+            and _is_in_reentrant_checkpoint()
+        ):
+            reason = Reason.REENTRANT_CHECKPOINT.value
+            take_absence(self._part, call, Signal.OUTPUT_GRADIENT, gradient_path(path), reason, output)
+
+    def _note_compiled(self, layer: Layer) -> None:
+        """Says of a layer that it runs inside compiled code."""
+        call = Call(
+            layer=layer,
+            call_index=0,
+            mode="train" if layer.module.training else "eval",
+            grad_enabled=self._position.grad_enabled,
+            execution=Execution.INSIDE_COMPILED,
+        )
+        take_absence(self._part, call, Signal.OUTPUT, "output", Reason.INSIDE_COMPILED.value)
+
+    def _has_room(self) -> bool:
+        """Returns whether another tensor may be measured; the first that may not is reported."""
+        if len(self._part.observations) < MAX_OBSERVATIONS:
+            return True
+        if not self._progress.is_full:
+            self._progress.is_full = True
+            sentence = f"more than {MAX_OBSERVATIONS} tensors in one forward; the rest is not measured"
+            self._tally.fail(_PROBE, RuntimeError(sentence))
+        return False
+
+    def _scale_provenance(self) -> ScaleProvenance:
+        """Returns how the loss scale is known at the forward, where it scales nothing yet."""
+        try:
+            return (
+                ScaleProvenance.UNKNOWN
+                if self._tracker.scale is None
+                else self._tracker.scale.current_scale()[1]
+            )
+        except Exception as error:  # noqa: BLE001 - nothing may leave a hook
+            self._tally.fail("loss_scale", error)
+            return ScaleProvenance.UNKNOWN
+
+
+def _is_in_reentrant_checkpoint() -> bool:
+    """Returns whether the caller runs inside the forward of reentrant activation checkpointing.
+
+    There gradients are off, and the outputs that belong to the graph are made anew in the backward.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - nothing else tells
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+        frame = frame.f_back
+    return False

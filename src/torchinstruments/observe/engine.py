@@ -1,0 +1,43 @@
+"""What torch knows about the call that is running, where it has no public name for it.
+
+Each of these is a look at a flag of the running thread and costs well below a microsecond.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd import Variable
+
+__all__ = ["call_at_end_of_backward", "graph_task", "is_capturing_graph", "is_in_backward", "is_traced"]
+
+
+def graph_task() -> int:
+    """Returns the id of the traversal that the current thread works on, unique in the process; -1 outside."""
+    return torch._C._current_graph_task_id()  # noqa: SLF001
+
+
+def is_in_backward() -> bool:
+    """Returns whether the current thread works on a backward: a forward in it is a recomputation."""
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001
+
+
+def call_at_end_of_backward(function: Callable[[], None]) -> None:
+    """Has a function called when the current traversal is over; an exception of it would reach the user.
+
+    Called from such a function, it calls after everything that was queued before: after the reducer of
+    DDP has written the gradients, for one.
+
+    Raises:
+        RuntimeError: No backward is running.
+    """
+    Variable._execution_engine.queue_callback(function)  # noqa: SLF001
+
+
+def is_traced() -> bool:
+    """Returns whether ``torch.jit.trace`` records the current thread's operations."""
+    return torch._C._get_tracing_state() is not None  # noqa: SLF001
+
+
+def is_capturing_graph() -> bool:
+    """Returns whether a CUDA graph is being captured, of which nothing else may become part."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

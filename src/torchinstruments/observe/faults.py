@@ -1,0 +1,141 @@
+"""What becomes of an error while collecting: counted and kept always, and then as the error policy says.
+
+Nothing here ever raises into training. ``error_policy="raise"`` only keeps the first error; the observer
+raises it at the next root forward, where a program can be stopped without leaving a backward half done.
+"""
+
+import logging
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+
+from torchinstruments.config import ErrorPolicy
+from torchinstruments.records import ErrorRecord
+
+__all__ = ["Faults", "Tally"]
+
+_MAX_KINDS = 100
+_MAX_MESSAGE_CHARACTERS = 500
+_LOGGER = logging.getLogger("torchinstruments")
+
+
+class Faults:
+    """The errors of one observer.
+
+    Args:
+        policy: What happens besides counting.
+        keep: Takes each error as a record; it must not raise.
+    """
+
+    def __init__(self, policy: ErrorPolicy, keep: Callable[[ErrorRecord], None]) -> None:
+        self._policy = policy
+        self._keep = keep
+        self._counts: Counter[str] = Counter()
+        self._warned: set[tuple[str, str]] = set()
+        self._pending: BaseException | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def raises(self) -> bool:
+        """Whether errors are to be raised at the next root forward."""
+        return self._policy is ErrorPolicy.RAISE
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Errors by probe so far."""
+        with self._lock:
+            return dict(self._counts)
+
+    @property
+    def total(self) -> int:
+        """Errors so far."""
+        with self._lock:
+            return self._counts.total()
+
+    def report(self, probe: str, layer: str, error: BaseException) -> None:
+        """Takes an error (any thread, hot path); it never raises.
+
+        Args:
+            probe: What failed, as in `ErrorRecord`.
+            layer: Name of the layer; ``""`` is the model itself.
+            error: What was caught.
+        """
+        kind = (probe, type(error).__name__)
+        text = _text(error)
+        with self._lock:
+            self._counts[probe] += 1
+            is_new = kind not in self._warned and len(self._warned) < _MAX_KINDS
+            if is_new:
+                self._warned.add(kind)
+            if self._policy is ErrorPolicy.RAISE and self._pending is None:
+                # Without its traceback: that would keep the activations of its frames alive.
+                self._pending = error.with_traceback(None)
+                self._pending.add_note(f"torchinstruments: {probe} failed in {layer or 'the model'}")
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        try:
+            self._keep(ErrorRecord(probe=probe, module=layer, type=kind[1], message=text, at=at))
+        except Exception:
+            _LOGGER.debug("an error could not be kept", exc_info=True)
+        if is_new and self._policy is ErrorPolicy.WARN:
+            self.warn(
+                f"{probe} failed in {layer or 'the model'}: {kind[1]}: {text}; "
+                f"training goes on, and further errors of this kind are only counted"
+            )
+
+    def report_companion(self, probe: str, error: BaseException) -> None:
+        """Takes an error of optimizer hooks or of the scaler watch; it never raises (any thread)."""
+        self.report(probe, "", error)
+
+    def disarm(self) -> None:
+        """Makes it usable in a forked child, where the lock may be held for ever."""
+        self._lock = threading.Lock()
+
+    def warn(self, sentence: str) -> None:
+        """Warns the user once; where warnings are errors it is logged instead, for training must go on."""
+        if self._policy is ErrorPolicy.IGNORE:
+            return
+        message = f"torchinstruments: {sentence}"
+        try:
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        except Exception:  # noqa: BLE001 - a filter turned it into an exception
+            _LOGGER.warning(message)
+
+    def take_pending(self) -> BaseException | None:
+        """Returns the error that is to be raised, once (training thread, at a root forward or at close)."""
+        if self._pending is None:
+            return None
+        with self._lock:
+            error, self._pending = self._pending, None
+        return error
+
+
+class Tally:
+    """The errors of one delivery; a batch of scalars holds it, and so nothing larger.
+
+    Args:
+        faults: Takes each error too.
+    """
+
+    __slots__ = ("_faults", "errors", "layer")
+
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+        self.layer = ""
+        """The layer that is being measured."""
+        self.errors = 0
+        """Errors so far."""
+
+    def fail(self, probe: str, error: BaseException) -> None:
+        """Counts and reports an error; it never raises (any thread, hot path)."""
+        self.errors += 1
+        self._faults.report(probe, self.layer, error)
+
+
+def _text(error: BaseException) -> str:
+    """Returns the message of an exception on one line and of bounded length."""
+    try:
+        return " ".join(str(error).split())[:_MAX_MESSAGE_CHARACTERS]
+    except Exception:  # noqa: BLE001 - an exception whose text fails is still one that is counted
+        return "(its message could not be read)"

@@ -1,0 +1,380 @@
+"""The gradients of a sample's outputs, and the end of the backward that brings them.
+
+Each output that requires a gradient gets a tensor hook at the moment it is seen, so that a later in-place
+operation leaves it on the right version. All hooks that fire in one traversal of the graph share its graph
+task, and the first of them asks the engine to be called when that task is over: from there once more, since
+a callback queued by a callback runs after everything that the framework had queued itself.
+
+Several traversals of one graph (``retain_graph``, two losses, a gradient penalty) are told apart by their
+tasks and numbered. Hooks hold the sample's bookkeeping and never a tensor, and nothing else holds it: it goes
+with the graph when no backward ever comes. A backward that raised never says that it is over; it is given up
+when the thread that ran the forward begins another one.
+"""
+
+import itertools
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchinstruments.observe.engine import call_at_end_of_backward, graph_task
+from torchinstruments.observe.faults import Faults, Tally
+from torchinstruments.observe.hooks import GradientHook
+from torchinstruments.observe.leaves import gradient_path
+from torchinstruments.observe.observation import (
+    Call,
+    Delivery,
+    Observation,
+    Part,
+    SampleFacts,
+    absence_metrics,
+    error_reason,
+    take_absence,
+    take_tensor,
+)
+from torchinstruments.observe.session_protocol import ScaleSource
+from torchinstruments.records import Reason, SampleState, ScaleProvenance, Signal
+from torchinstruments.statistics.batching import ScalarBatch
+from torchinstruments.statistics.contract import Reducer
+from torchinstruments.statistics.isolation import isolated
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = ["MAX_OUTSTANDING", "GradientTracker", "SampleGradients"]
+
+MAX_OUTSTANDING = 256
+"""Samples whose graphs may be alive at once; the oldest is given up beyond that."""
+
+MAX_TRAVERSALS = 1_000
+"""Traversals of one sample's graph that are measured."""
+
+_PROBE = "gradient"
+
+
+class GradientTracker:
+    """All samples of one observer that may still get gradients.
+
+    Args:
+        reducers: What is computed of each gradient.
+        faults: Takes errors.
+        scale: Knows the loss scale; None where nobody watches for one.
+        deliver: Takes a finished traversal; it must not raise.
+        backward_ended: Told when a backward through a sample is over.
+    """
+
+    def __init__(
+        self,
+        *,
+        reducers: Sequence[Reducer],
+        faults: Faults,
+        scale: ScaleSource | None,
+        deliver: Callable[[Delivery], None],
+        backward_ended: Callable[[], None],
+    ) -> None:
+        self.reducers = tuple(reducers)
+        self.absence_metrics = absence_metrics(reducers)
+        self.faults = faults
+        self.scale = scale
+        self.deliver = deliver
+        self.backward_ended = backward_ended
+        self.running: dict[int, _Traversal] = {}
+        """Traversals that have begun, by graph task."""
+        self.leaf_handles: list[RemovableHandle] = []
+        self._samples: deque[weakref.ref[SampleGradients]] = deque()
+
+    def sample(self) -> "SampleGradients":
+        """Returns the bookkeeping of a sample that expects gradients (training thread, hot path)."""
+        sample = SampleGradients(self, threading.get_ident())
+        if len(self._samples) >= MAX_OUTSTANDING:
+            self._samples = deque(reference for reference in self._samples if reference() is not None)
+        if len(self._samples) >= MAX_OUTSTANDING:
+            oldest = self._samples.popleft()()
+            if oldest is not None:
+                oldest.close()
+                self.faults.report(
+                    _PROBE,
+                    "",
+                    RuntimeError(
+                        f"more than {MAX_OUTSTANDING} sampled forwards wait for a backward; "
+                        f"the oldest is given up"
+                    ),
+                )
+        self._samples.append(weakref.ref(sample))
+        return sample
+
+    def root_started(self) -> None:
+        """Gives up what a root forward of this thread shows to be over (training thread, hot path).
+
+        A hook on a leaf tensor, a parameter say, outlives every graph; it counts only until the next forward.
+        """
+        if self.leaf_handles:
+            self._release_leaves()
+        if self.running:
+            thread = threading.get_ident()
+            for traversal in list(self.running.values()):
+                if traversal.sample.thread == thread:
+                    traversal.finish(failed=True)
+
+    def close(self) -> None:
+        """Lets no hook do anything any more (any thread)."""
+        for reference in list(self._samples):
+            sample = reference()
+            if sample is not None:
+                sample.close()
+        self._samples.clear()
+        self.running.clear()
+        self._release_leaves()
+
+    def _release_leaves(self) -> None:
+        """Removes the hooks on leaf tensors."""
+        for handle in self.leaf_handles:
+            handle.remove()
+        self.leaf_handles.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """One output that may get a gradient."""
+
+    call: Call
+    path: str
+    output: Observation
+
+
+class SampleGradients:
+    """The gradients of one sampled forward.
+
+    Args:
+        tracker: Of the observer.
+        thread: Which thread ran the forward.
+    """
+
+    def __init__(self, tracker: GradientTracker, thread: int) -> None:
+        self.tracker = tracker
+        self.thread = thread
+        self.targets: list[_Target] = []
+        self.seen: set[int] = set()
+        self.closed = False
+        self._facts: SampleFacts | None = None
+        self._waiting: list[_Finished] = []
+        self._traversals: dict[int, _Traversal] = {}
+        self._indices = itertools.count()
+
+    def expect(self, call: Call, path: str, tensor: torch.Tensor, output: Observation) -> None:
+        """Watches for the gradient of an output (training thread, hot path).
+
+        Args:
+            call: The call that it came from.
+            path: Its path among the outputs.
+            tensor: Requires a gradient.
+            output: What was observed of it.
+        """
+        # As an output it is taken now, since an in-place operation would move its hook to another version.
+        handle = tensor.register_hook(GradientHook(self, len(self.targets)))
+        self.targets.append(_Target(call, gradient_path(path), output))
+        if tensor.is_leaf:
+            self.tracker.leaf_handles.append(handle)
+
+    def forward_ended(self, facts: SampleFacts) -> None:
+        """Takes what is known after the forward; traversals inside it were held back (training thread)."""
+        self._facts = facts
+        for finished in self._waiting:
+            self.tracker.deliver(finished.delivery(facts, self.tracker.absence_metrics))
+        self._waiting.clear()
+
+    def arrived(self, target: int, gradient: torch.Tensor) -> None:
+        """Measures a gradient; it never raises (autograd thread, hot path)."""
+        if self.closed:
+            return
+        started_s = time.perf_counter()
+        traversal = None
+        try:
+            traversal = self._traversal(graph_task())
+            if traversal is not None:
+                self.seen.add(target)
+                traversal.take(self.targets[target], gradient)
+        except Exception as error:  # noqa: BLE001 - nothing may leave a hook
+            self.tracker.faults.report(_PROBE, self.targets[target].call.layer.name, error)
+        finally:
+            if traversal is not None:
+                traversal.collection_s += time.perf_counter() - started_s
+
+    def finished(self, finished: "_Finished") -> None:
+        """Delivers a traversal, once the forward is over (autograd thread, hot path)."""
+        self._traversals.pop(finished.task, None)
+        if self.closed:
+            return
+        if self._facts is None:
+            self._waiting.append(finished)
+        else:
+            self.tracker.deliver(finished.delivery(self._facts, self.tracker.absence_metrics))
+
+    def close(self) -> None:
+        """Lets its hooks do nothing any more (any thread)."""
+        self.closed = True
+        for task in list(self._traversals):
+            self.tracker.running.pop(task, None)
+        self._traversals.clear()
+        self._waiting.clear()
+
+    def _traversal(self, task: int) -> "_Traversal | None":
+        """Returns the traversal of a graph task, which begins with its first gradient."""
+        traversal = self._traversals.get(task)
+        if traversal is not None:
+            return traversal
+        fresh = _Traversal(self, task)
+        # Threads of several devices may bring the first gradients of one task at the same time.
+        traversal = self._traversals.setdefault(task, fresh)
+        if traversal is fresh:
+            fresh.backward_index = next(self._indices)
+            if fresh.backward_index >= MAX_TRAVERSALS:
+                self.close()
+                raise RuntimeError(f"more than {MAX_TRAVERSALS} backwards through one sampled forward")
+            self.tracker.running[task] = fresh
+            call_at_end_of_backward(fresh.engine_ended)
+        return traversal
+
+
+class _Traversal:
+    """One backward through one sample."""
+
+    def __init__(self, sample: SampleGradients, task: int) -> None:
+        self.sample = sample
+        self.task = task
+        self.backward_index = 0
+        self.collection_s = 0.0
+        self._tally = Tally(sample.tracker.faults)
+        self._parts: dict[int, Part] = {}
+        self._is_over = False
+
+    def take(self, target: _Target, gradient: torch.Tensor) -> None:
+        """Measures a gradient (autograd thread, hot path)."""
+        thread = threading.get_ident()
+        part = self._parts.get(thread)
+        if part is None:
+            part = self._parts[thread] = Part(ScalarBatch(self.sample.tracker.reducers, self._tally.fail))
+        self._tally.layer = target.call.layer.name
+        try:
+            take_tensor(part, target.call, Signal.OUTPUT_GRADIENT, target.path, gradient)
+        except Exception as error:  # noqa: BLE001 - nothing may leave a hook
+            self._tally.fail(_PROBE, error)
+            take_absence(
+                part, target.call, Signal.OUTPUT_GRADIENT, target.path, error_reason(error), target.output
+            )
+
+    def engine_ended(self) -> None:
+        """Is called by the engine after the last gradient of the task (autograd thread, hot path)."""
+        try:
+            call_at_end_of_backward(self.framework_ended)
+        except Exception as error:  # noqa: BLE001 - nothing may leave a callback
+            self._tally.fail(_PROBE, error)
+            self.framework_ended()
+
+    def framework_ended(self) -> None:
+        """Is called by the engine after all that the framework does then (autograd thread, hot path)."""
+        try:
+            self.finish(failed=False)
+        except Exception as error:  # noqa: BLE001 - nothing may leave a callback
+            self._tally.fail(_PROBE, error)
+
+    def finish(self, *, failed: bool) -> None:
+        """Closes the traversal and hands over what it brought (autograd thread, hot path).
+
+        Args:
+            failed: Whether the backward raised, and so never came to its end.
+        """
+        if self._is_over:
+            return
+        self._is_over = True
+        sample, tracker = self.sample, self.sample.tracker
+        tracker.running.pop(self.task, None)
+        if sample.closed:
+            return
+        started_s = time.perf_counter()
+        parts = list(self._parts.values())
+        if self.backward_index == 0 and not failed:
+            self._note_missing(parts)
+        scale, provenance = self._scale(parts)
+        for part in parts:
+            part.batch.seal()
+        self.collection_s += time.perf_counter() - started_s
+        sample.finished(
+            _Finished(
+                task=self.task,
+                backward_index=self.backward_index,
+                failed=failed,
+                collection_s=self.collection_s,
+                errors=self._tally.errors,
+                parts=tuple(parts),
+                scale=scale,
+                scale_provenance=provenance,
+            )
+        )
+        if not failed:
+            tracker.backward_ended()
+
+    def _note_missing(self, parts: list[Part]) -> None:
+        """Notes the outputs that the first traversal did not reach."""
+        missing = [
+            target for index, target in enumerate(self.sample.targets) if index not in self.sample.seen
+        ]
+        for target in missing:
+            take_absence(
+                parts[0],
+                target.call,
+                Signal.OUTPUT_GRADIENT,
+                target.path,
+                Reason.NO_GRADIENT.value,
+                target.output,
+            )
+
+    def _scale(self, parts: list[Part]) -> tuple[tuple[ScalarBatch, int] | None, ScaleProvenance]:
+        """Takes the loss scale along as it is now."""
+        source = self.sample.tracker.scale
+        if source is None:
+            return None, ScaleProvenance.UNKNOWN
+        try:
+            scale, provenance = source.current_scale()
+            if scale is None:
+                return None, provenance
+            batch = parts[0].batch
+            with isolated(scale.device.type):
+                return (batch, batch.add_scalar(scale)), provenance
+        except Exception as error:  # noqa: BLE001 - nothing may leave a callback
+            self._tally.fail("loss_scale", error)
+            return None, ScaleProvenance.UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    """A traversal that is over."""
+
+    task: int
+    backward_index: int
+    failed: bool
+    collection_s: float
+    errors: int
+    parts: tuple[Part, ...]
+    scale: tuple[ScalarBatch, int] | None
+    scale_provenance: ScaleProvenance
+
+    def delivery(self, facts: SampleFacts, metrics: tuple[str, ...]) -> Delivery:
+        """Returns the delivery of this traversal."""
+        return Delivery(
+            facts=facts,
+            state=SampleState.FAILED if self.failed else SampleState.BACKWARD_OBSERVED,
+            backward_index=self.backward_index,
+            settled=True,
+            collection_s=self.collection_s,
+            errors=self.errors,
+            parts=self.parts,
+            absence_metrics=metrics,
+            scale_provenance=self.scale_provenance,
+            scale=self.scale,
+        )

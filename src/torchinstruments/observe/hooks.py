@@ -1,0 +1,147 @@
+"""The callables that are put into a model's hook dictionaries.
+
+They must not travel. A model is copied for an average of its weights, pickled, or saved as a whole, and its
+hooks go with it: the copy would be observed as well, or could not be made at all. So a copy of any of these
+is a callable that does nothing, and a pickle of one needs this package no more than the model did.
+
+Each returns at once while a compiler traces it. That test stands in ``__call__`` itself, before anything else
+is touched, so that a traced hook is an empty one.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from torchinstruments.observe.selection import Layer
+
+__all__ = ["GradientHook", "LayerHook", "RootPostHook", "RootPreHook", "do_nothing"]
+
+
+class _RootObserver(Protocol):
+    """Who sees the calls of the attached model."""
+
+    def root_started(self, module: nn.Module) -> None:
+        """Takes the begin of a call (training thread, hot path)."""
+        ...
+
+    def root_ended(self, output: object) -> None:
+        """Takes the end of a call (training thread, hot path)."""
+        ...
+
+
+def do_nothing(*_args: object) -> None:
+    """Stands where a copied hook would stand."""
+
+
+class _LayerObserver(Protocol):
+    """Who measures the outputs of layers during one forward."""
+
+    def observe(self, layer: Layer, output: object) -> None:
+        """Takes an output; it never raises (training thread, hot path)."""
+        ...
+
+
+class _GradientObserver(Protocol):
+    """Who measures the gradients of one sample."""
+
+    def arrived(self, target: int, gradient: torch.Tensor) -> None:
+        """Takes the gradient of a target; it never raises (autograd thread, hot path)."""
+        ...
+
+
+class _HookThatStays:
+    """A callable whose copies and pickles do nothing."""
+
+    __slots__ = ()
+
+    def __copy__(self) -> Callable[..., None]:
+        return do_nothing
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
+        return do_nothing
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        # From the standard library alone: it takes any arguments and returns None.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class RootPreHook(_HookThatStays):
+    """Permanent forward pre-hook of the attached model."""
+
+    __slots__ = ("_observer",)
+
+    def __init__(self, observer: _RootObserver) -> None:
+        self._observer = observer
+
+    def __call__(self, module: nn.Module, _args: object) -> None:
+        """Is called before the model's forward (training thread, hot path)."""
+        if torch.compiler.is_compiling():
+            return
+        self._observer.root_started(module)
+
+
+class RootPostHook(_HookThatStays):
+    """Permanent forward hook of the attached model, called after an exception too."""
+
+    __slots__ = ("_observer",)
+
+    def __init__(self, observer: _RootObserver) -> None:
+        self._observer = observer
+
+    def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
+        """Is called after the model's forward (training thread, hot path)."""
+        if torch.compiler.is_compiling():
+            return
+        self._observer.root_ended(output)
+
+
+class LayerHook(_HookThatStays):
+    """Forward hook of one layer, attached for one sampled forward of one thread.
+
+    Args:
+        forward: Takes the output.
+        layer: Whose output it is.
+        thread: Whose forward it is. Another thread may call the same module at the same time.
+    """
+
+    __slots__ = ("_forward", "_layer", "_thread")
+
+    def __init__(self, forward: _LayerObserver, layer: Layer, thread: int) -> None:
+        self._forward = forward
+        self._layer = layer
+        self._thread = thread
+
+    def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
+        """Is called after the layer's forward (training thread, hot path)."""
+        if torch.compiler.is_compiling():
+            return
+        if threading.get_ident() == self._thread:
+            self._forward.observe(self._layer, output)
+
+
+class GradientHook(_HookThatStays):
+    """Hook of one output tensor; it never changes the gradient and holds no tensor.
+
+    Args:
+        sample: Takes the gradient.
+        target: Which of its outputs this is.
+    """
+
+    __slots__ = ("_sample", "_target")
+
+    __torch_unserializable__ = True
+    """Tells torch not to warn when the tensor is saved; the hook is left behind."""
+
+    def __init__(self, sample: _GradientObserver, target: int) -> None:
+        self._sample = sample
+        self._target = target
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        """Is called with the tensor's gradient (autograd thread, hot path)."""
+        if torch.compiler.is_compiling():
+            return
+        self._sample.arrived(self._target, gradient)

@@ -1,0 +1,282 @@
+"""One measured tensor on its way from a hook to a `Measurement`, and the deliveries that carry many of them.
+
+A hook notes at once what belongs to the moment (time, shape, mode) and starts the work on the device. The
+numbers are put in when the writer thread resolves the delivery. No delivery holds a tensor of the model.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from torchinstruments.observe.selection import Layer
+from torchinstruments.records import (
+    Absent,
+    Execution,
+    GradSync,
+    Measurement,
+    Position,
+    Reason,
+    Sample,
+    SampleState,
+    ScaleProvenance,
+    Scope,
+    Signal,
+)
+from torchinstruments.statistics.admission import admit
+from torchinstruments.statistics.batching import ScalarBatch
+from torchinstruments.statistics.contract import Reducer, known_metrics, reducer_name
+from torchinstruments.statistics.isolation import isolated
+
+__all__ = [
+    "Call",
+    "Delivery",
+    "Observation",
+    "Part",
+    "SampleFacts",
+    "absence_metrics",
+    "error_reason",
+    "take_absence",
+    "take_tensor",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of one layer.
+
+    Attributes:
+        layer: The layer.
+        call_index: Ordinal of the call in its forward.
+        mode: ``train`` or ``eval``.
+        grad_enabled: Whether gradients were enabled.
+        execution: How it ran.
+    """
+
+    layer: Layer
+    call_index: int
+    mode: str
+    grad_enabled: bool
+    execution: Execution = Execution.EAGER
+
+
+@dataclass(slots=True)
+class Observation:
+    """One tensor of one call, or why there is none.
+
+    Attributes:
+        call: The call.
+        signal: Output or gradient.
+        tensor_path: Path of the tensor.
+        timestamp_us: When it was observed: microseconds since the epoch, UTC.
+        scope: What the numbers cover.
+        shape: Local shape.
+        dtype: Without ``torch.``.
+        device: As torch writes it.
+        index: Its place in the batch; -1 where there is a reason.
+        reason: Why nothing was measured, else ``""``.
+    """
+
+    call: Call
+    signal: Signal
+    tensor_path: str
+    timestamp_us: int
+    scope: Scope
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    index: int
+    reason: str
+
+
+@dataclass(slots=True)
+class Part:
+    """Observations of one thread, with the batch that their numbers are in."""
+
+    batch: ScalarBatch
+    observations: list[Observation] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFacts:
+    """What all deliveries of a sample have in common; see `Sample`."""
+
+    ordinal: int
+    position: Position
+    started_at_us: int
+    grad_sync: GradSync
+    modules_expected: int
+    modules_fired: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A sample whose numbers may still be on their way: a `DeferredSample`.
+
+    Attributes:
+        facts: What it shares with the sample's other deliveries.
+        state: How far the sample has come.
+        backward_index: None for the forward.
+        settled: Whether nothing more is expected.
+        collection_s: Seconds that it took.
+        errors: Errors while it was collected.
+        parts: Sealed.
+        absence_metrics: Metrics of a tensor that was not measured.
+        scale_provenance: How the loss scale is known.
+        scale: Batch and place of the loss scale, where it has a value.
+    """
+
+    facts: SampleFacts
+    state: SampleState
+    backward_index: int | None
+    settled: bool
+    collection_s: float
+    errors: int
+    parts: tuple[Part, ...]
+    absence_metrics: tuple[str, ...]
+    scale_provenance: ScaleProvenance
+    scale: tuple[ScalarBatch, int] | None = None
+
+    @property
+    def num_scalars(self) -> int:
+        """Scalars that it holds, missing ones included (training thread, hot path)."""
+        absent = sum(observation.index < 0 for part in self.parts for observation in part.observations)
+        return sum(part.batch.num_scalars for part in self.parts) + absent * len(self.absence_metrics)
+
+    def resolve(self) -> Sample:
+        """Waits for the copies and returns the sample (writer thread)."""
+        return Sample(
+            ordinal=self.facts.ordinal,
+            position=self.facts.position,
+            started_at_us=self.facts.started_at_us,
+            state=self.state,
+            backward_index=self.backward_index,
+            grad_sync=self.facts.grad_sync,
+            loss_scale=None if self.scale is None else self.scale[0].read_scalar(self.scale[1]),
+            scale_provenance=self.scale_provenance,
+            collection_s=self.collection_s,
+            errors=self.errors,
+            modules_expected=self.facts.modules_expected,
+            modules_fired=self.facts.modules_fired,
+            settled=self.settled,
+            measurements=tuple(
+                self._measurement(part.batch, observation)
+                for part in self.parts
+                for observation in part.observations
+            ),
+        )
+
+    def _measurement(self, batch: ScalarBatch, observation: Observation) -> Measurement:
+        """Returns one observation with its numbers."""
+        if observation.index < 0:
+            metrics = self.absence_metrics
+            values: tuple[float | None, ...] = (None,) * len(metrics)
+            reasons = (observation.reason,) * len(metrics)
+        else:
+            scalars = batch.read(observation.index)
+            metrics, values, reasons = scalars.metrics, scalars.values, scalars.reasons
+        call = observation.call
+        return Measurement(
+            layer=call.layer.name,
+            layer_index=call.layer.index,
+            call_index=call.call_index,
+            signal=observation.signal,
+            stage="",
+            tensor_path=observation.tensor_path,
+            backward_index=self.backward_index or 0,
+            timestamp_us=observation.timestamp_us,
+            mode=call.mode,
+            grad_enabled=call.grad_enabled,
+            scope=observation.scope,
+            replica_key="",
+            execution=call.execution,
+            shape=observation.shape,
+            dtype=observation.dtype,
+            device=observation.device,
+            metrics=metrics,
+            values=values,
+            reasons=reasons,
+        )
+
+
+def take_tensor(part: Part, call: Call, signal: Signal, path: str, tensor: torch.Tensor) -> Observation:
+    """Measures a tensor as it is now (training or autograd thread, hot path).
+
+    The observation is appended to the part, with the reason where the tensor cannot be measured.
+    """
+    timestamp_us = time.time_ns() // 1000
+    device = tensor.device
+    with isolated(device.type):
+        admitted = admit(tensor)
+        if isinstance(admitted, Absent):
+            local, scope, index, reason = tensor, Scope.UNKNOWN, -1, admitted.reason
+        else:
+            local, scope = admitted
+            index, reason = part.batch.add(local), ""
+    observation = Observation(
+        call=call,
+        signal=signal,
+        tensor_path=path,
+        timestamp_us=timestamp_us,
+        scope=scope,
+        shape=_shape(local),
+        dtype=_dtype(local),
+        device=str(device),
+        index=index,
+        reason=reason,
+    )
+    part.observations.append(observation)
+    return observation
+
+
+def take_absence(
+    part: Part, call: Call, signal: Signal, path: str, reason: str, like: Observation | None = None
+) -> None:
+    """Notes that there is nothing to measure, and why (training or autograd thread, hot path).
+
+    Args:
+        part: Takes the observation.
+        call: The call.
+        signal: What would have been measured.
+        path: Where it would have been.
+        reason: A `Reason`, with or without detail.
+        like: An observation that lends its shape, dtype, device and scope.
+    """
+    part.observations.append(
+        Observation(
+            call=call,
+            signal=signal,
+            tensor_path=path,
+            timestamp_us=time.time_ns() // 1000,
+            scope=Scope.UNKNOWN if like is None else like.scope,
+            shape=() if like is None else like.shape,
+            dtype="" if like is None else like.dtype,
+            device="" if like is None else like.device,
+            index=-1,
+            reason=reason,
+        )
+    )
+
+
+def absence_metrics(reducers: Sequence[Reducer]) -> tuple[str, ...]:
+    """Returns the metrics of a tensor that was not measured: those known, else one a reducer by its name."""
+    return tuple(name for reducer in reducers for name in known_metrics(reducer) or (reducer_name(reducer),))
+
+
+def error_reason(error: BaseException) -> str:
+    """Returns the reason code of an exception while a tensor was measured."""
+    return Reason.REDUCER_ERROR.with_detail(f"{type(error).__name__}: {error}")
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the shape as plain numbers; empty where the tensor has no such shape."""
+    try:
+        return tuple(tensor.shape)
+    except Exception:  # noqa: BLE001 - jagged tensors have symbolic lengths
+        return ()
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    """Returns the dtype without its module."""
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,257 @@
+"""Which modules are observed, and by what names.
+
+A model is walked once at attach. Wrappers (`observe.wrappers`) are not layers: they leave no segment in a
+name, and what they wrap is the layer. A layer is nevertheless watched at its outermost wrapper, where there
+is one: outside activation checkpointing, where its output still belongs to the graph, and outside compiled
+code, where hooks still run.
+
+A module reached under several names is one layer; the first name is its own, the others are aliases.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from torchinstruments.errors import ConfigurationError
+from torchinstruments.observe.wrappers import (
+    core_of,
+    is_compiled_in_place,
+    is_compiled_wrapper,
+    wrapped_child,
+)
+from torchinstruments.records import ModuleRecord
+
+__all__ = ["Layer", "Selector", "inside_compiled", "leaf_modules", "select_layers"]
+
+Selector: TypeAlias = Callable[[str, nn.Module], bool]
+"""Says of a name and a module whether it is observed; called once a module at attach."""
+
+MAX_VISITS = 200_000
+"""Places of a model that are looked at; more come only from modules shared in many ways."""
+
+_MAX_ALIASES = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """One selected module.
+
+    Attributes:
+        index: Position in the catalog.
+        name: Name without wrapper segments; ``""`` is the attached model.
+        module: The module itself.
+        watched: Where its output is taken: the module or its outermost wrapper.
+        aliases: Its further names.
+        is_root: Whether it is the attached model, whose calls the permanent hooks see.
+        is_compiled: Whether it lay inside compiled code at attach.
+        takes_hooks: Whether it can be hooked at all; a scripted module cannot.
+    """
+
+    index: int
+    name: str
+    module: nn.Module
+    watched: nn.Module
+    aliases: tuple[str, ...] = ()
+    is_root: bool = False
+    is_compiled: bool = False
+    takes_hooks: bool = True
+
+    def record(self, *, execution_order: int | None = None, fired: int = 0) -> ModuleRecord:
+        """Returns the layer's row of the catalog."""
+        own = [parameter for parameter in self.module.parameters(recurse=False) if not is_lazy(parameter)]
+        return ModuleRecord(
+            layer=self.name,
+            type=type(self.module).__name__,
+            aliases=self.aliases,
+            parameter_count=sum(parameter.numel() for parameter in own),
+            trainable_parameter_count=sum(parameter.numel() for parameter in own if parameter.requires_grad),
+            execution_order=execution_order,
+            expected=self.takes_hooks and not self.is_compiled,
+            fired=fired,
+        )
+
+
+def leaf_modules() -> Selector:
+    """Returns the default selector: every module without children."""
+    return _is_leaf
+
+
+def _is_leaf(name: str, module: nn.Module) -> bool:  # noqa: ARG001 - selectors are given both
+    """Returns whether the module has no children."""
+    return next(module.children(), None) is None
+
+
+def select_layers(
+    root: nn.Module, selector: Selector, on_error: Callable[[str, BaseException], None]
+) -> tuple[Layer, ...]:
+    """Returns the layers that the selector chose, in the order of the model.
+
+    Args:
+        root: The model that is attached, wrapped or not.
+        selector: Called once a module with its name and itself; one that raises is not selected.
+        on_error: Told the name of such a module, and the exception.
+
+    Raises:
+        ConfigurationError: The selector cannot be called, or selected nothing.
+    """
+    if not callable(selector):
+        raise ConfigurationError(
+            f"selector={selector!r} cannot be called; give a callable from name and module to bool, "
+            f"such as leaf_modules()"
+        )
+    places = _places_by_module(root)
+    core = core_of(root)
+    compiled = inside_compiled(root)
+    layers: list[Layer] = []
+    for places_of_module in places:
+        name = places_of_module.name
+        module = places_of_module.module
+        try:
+            if not selector(name, module):
+                continue
+        except Exception as error:  # noqa: BLE001 - the user's code: the module is left out, the rest goes on
+            on_error(name, error)
+        else:
+            watched = places_of_module.watched()
+            layers.append(
+                Layer(
+                    index=len(layers),
+                    name=name,
+                    module=module,
+                    watched=root if module is core else watched,
+                    aliases=tuple(places_of_module.aliases[:_MAX_ALIASES]),
+                    is_root=module is core,
+                    is_compiled=id(root if module is core else watched) in compiled,
+                    takes_hooks=not isinstance(watched, torch.jit.ScriptModule),
+                )
+            )
+    if not layers:
+        raise ConfigurationError(
+            f"selector={selector!r} selected none of the model's {len(places)} modules, "
+            f"so nothing would be measured; "
+            f"give a selector that returns True for at least one of their names, such as "
+            f"{[place.name for place in places[:3]]}, or leaf_modules()"
+        )
+    return tuple(layers)
+
+
+def inside_compiled(root: nn.Module) -> frozenset[int]:
+    """Returns the ids of the modules whose own hooks would be part of compiled code.
+
+    Empty at once in a program that never compiled anything.
+    """
+    if "torch._dynamo" not in sys.modules and not is_compiled_in_place(root):
+        return frozenset()
+    found: set[int] = set()
+    reached: set[tuple[int, bool]] = set()
+    waiting = [(root, False)]
+    while waiting:
+        module, inside = waiting.pop()
+        inside = inside or is_compiled_in_place(module)
+        if (id(module), inside) in reached:
+            continue
+        reached.add((id(module), inside))
+        if inside:
+            found.add(id(module))
+        waiting.extend((child, inside or is_compiled_wrapper(module)) for child in module.children())
+    return frozenset(found)
+
+
+@dataclass(slots=True)
+class _Places:
+    """One module and everywhere it was found.
+
+    Attributes:
+        module: The module, no wrapper.
+        name: Its name.
+        full_name: The same with wrapper segments.
+        outermost: For each place, what stands there: the module or its outermost wrapper.
+        aliases: Names of its further places.
+    """
+
+    module: nn.Module
+    name: str
+    full_name: str
+    outermost: list[nn.Module]
+    aliases: list[str] = field(default_factory=list)
+
+    def watched(self) -> nn.Module:
+        """Returns the outermost wrapper if it is the same in all places, else the module itself."""
+        first = self.outermost[0]
+        return first if all(place is first for place in self.outermost) else self.module
+
+
+def _places_by_module(root: nn.Module) -> list[_Places]:
+    """Returns every module that is no wrapper, in the order of the model, with distinct names."""
+    by_module: dict[int, _Places] = {}
+    for name, full_name, outermost, module in _walk(root):
+        known = by_module.get(id(module))
+        if known is None:
+            by_module[id(module)] = _Places(module, name, full_name, [outermost])
+        else:
+            known.outermost.append(outermost)
+            if name != known.name and name not in known.aliases:
+                known.aliases.append(name)
+    taken: set[str] = set()
+    for places in by_module.values():
+        places.name = _free(places.name, places.full_name, taken)
+        taken.add(places.name)
+    return list(by_module.values())
+
+
+def _free(name: str, full_name: str, taken: set[str]) -> str:
+    """Returns the name if it is free, else the full one, else that with a number."""
+    if name not in taken:
+        return name
+    candidate, ordinal = full_name, 2
+    while candidate in taken:
+        candidate = f"{full_name}#{ordinal}"
+        ordinal += 1
+    return candidate
+
+
+def _walk(root: nn.Module) -> Iterator[tuple[str, str, nn.Module, nn.Module]]:
+    """Yields each place of the model: name, full name, what stands there, and what that wraps in the end.
+
+    Depth first, in the order of children. A module that contains itself is not entered again.
+    """
+    num_visits = 0
+    waiting: list[tuple[str, str, nn.Module, frozenset[int]]] = [("", "", root, frozenset())]
+    while waiting and num_visits < MAX_VISITS:
+        num_visits += 1
+        name, full_name, outermost, above = waiting.pop()
+        module, inner_full_name = outermost, full_name
+        extra: list[tuple[str, str, nn.Module, frozenset[int]]] = []
+        passed = {id(module)}
+        while (child_name := wrapped_child(module)) is not None:
+            inner = module._modules[child_name]  # noqa: SLF001 - children by name
+            if inner is None or id(inner) in passed:
+                break
+            below = above | passed
+            extra.extend(
+                (_join(name, other), _join(inner_full_name, other), sibling, below)
+                for other, sibling in module.named_children()
+                if other != child_name
+            )
+            module, inner_full_name = inner, _join(inner_full_name, child_name)
+            passed.add(id(module))
+        yield name, inner_full_name, outermost, module
+        if above & passed:
+            continue
+        below = above | passed
+        children = [
+            (_join(name, child_name), _join(inner_full_name, child_name), child, below)
+            for child_name, child in module._modules.items()  # noqa: SLF001 - named_children leaves out repeated ones
+            if child is not None
+        ]
+        waiting.extend(reversed(children + extra))
+
+
+def _join(prefix: str, name: str) -> str:
+    """Returns a dotted name."""
+    return f"{prefix}.{name}" if prefix else name

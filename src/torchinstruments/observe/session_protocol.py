@@ -1,0 +1,74 @@
+"""What an observer needs from the rooms above it: somewhere to leave samples, and a few facts.
+
+The observer never sees a folder, a thread or a store. It is given a session, and this is its shape.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from torchinstruments.records import Counters, Outbox, ScaleProvenance
+
+__all__ = ["Companion", "ScaleSource", "Session"]
+
+
+class Session(Outbox, Protocol):
+    """One observer's connection to its run. Nothing here raises, but for what `close` documents."""
+
+    @property
+    def url(self) -> str:
+        """Where the run lies, without secrets (any thread)."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the world; 1 until it is known (training thread, hot path)."""
+        ...
+
+    def begin(self) -> bool:
+        """Returns whether this rank observes (training thread, once, at the first root forward).
+
+        What could not be known at attach, the rank above all, is settled here. Where it was settled before,
+        it returns at once.
+        """
+        ...
+
+    def counters(self, observed: Counters) -> Counters:
+        """Returns what the observer counted, with rows, parts, bytes, writer seconds added (any thread)."""
+        ...
+
+    def pending_error(self) -> BaseException | None:
+        """Returns the first error of a sink or of the storage that was not returned yet (training thread)."""
+        ...
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Returns whether everything left so far became durable in time (any thread but the writer)."""
+        ...
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Ends the run for this process; returns whether all of it became durable in time. Idempotent."""
+        ...
+
+
+class ScaleSource(Protocol):
+    """Knows the loss scale: `torchinstruments.ranks.loss_scale.ScalerWatch`, or a stand-in."""
+
+    def current_scale(self) -> tuple[torch.Tensor | None, ScaleProvenance]:
+        """Returns the scale as a tensor, not read here, and how it is known (autograd thread, hot path)."""
+        ...
+
+
+class Companion(Protocol):
+    """Something that watches training as long as an observer does: optimizer hooks, the loss scaler."""
+
+    def attach(self) -> None:
+        """Begins to watch (training thread, at attach)."""
+        ...
+
+    def detach(self) -> None:
+        """Leaves no trace. Idempotent (any thread)."""
+        ...
+
+
+Companions = Iterable[Companion]

@@ -1,0 +1,67 @@
+"""Modules that only wrap another module, known by their type.
+
+A wrapper puts a segment into the names of everything below it (``module.``, ``_orig_mod.``). Series would
+then depend on where a run wraps its model, so these segments are left out of names. What is a wrapper is
+decided by its class, never by the text of a name: a model of the user's may well have a child ``module``.
+
+Classes of parts of torch that the program has not imported are not imported here either: where the class was
+never loaded, no instance of it exists.
+"""
+
+import sys
+
+import torch
+from torch import nn
+
+__all__ = ["core_of", "is_compiled_in_place", "is_compiled_wrapper", "wrapped_child"]
+
+_WRAPPERS = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
+    (
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel",
+        "_fsdp_wrapped_module",
+    ),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+)
+
+
+def wrapped_child(module: nn.Module) -> str | None:
+    """Returns the name of the child that the module merely wraps, or None where it is no wrapper."""
+    for home, class_name, child in _WRAPPERS:
+        wrapper = getattr(sys.modules.get(home), class_name, None)
+        if isinstance(wrapper, type) and isinstance(module, wrapper):
+            return child if isinstance(module._modules.get(child), nn.Module) else None  # noqa: SLF001 - children by name
+    return None
+
+
+def core_of(module: nn.Module) -> nn.Module:
+    """Returns the module inside all wrappers: the same for a model and for its DDP or compiled form."""
+    seen: set[int] = set()
+    while id(module) not in seen:
+        seen.add(id(module))
+        name = wrapped_child(module)
+        inner = None if name is None else module._modules.get(name)  # noqa: SLF001 - children by name
+        if inner is None:
+            break
+        module = inner
+    return module
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Returns whether ``torch.compile(module)`` made this: its own hooks run outside the compiled code."""
+    wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    return isinstance(wrapper, type) and isinstance(module, wrapper)
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Returns whether ``module.compile()`` was called: its own hooks are part of the compiled code."""
+    return getattr(module, "_compiled_call_impl", None) is not None and not isinstance(
+        module, torch.jit.ScriptModule
+    )

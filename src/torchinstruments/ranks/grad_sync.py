@@ -1,0 +1,42 @@
+"""Whether the gradients of a forward will be synchronised, read where the framework decides it.
+
+`DistributedDataParallel` decides at the last grad-enabled *forward*: ``no_sync`` around the backward alone
+changes nothing. So the flag is read in the root forward's pre-hook, never in the backward.
+"""
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from torchinstruments.records import GradSync
+
+__all__ = ["read_grad_sync"]
+
+
+def read_grad_sync(root_module: torch.nn.Module, grad_enabled: bool, world_size: int) -> GradSync:  # noqa: FBT001
+    """Returns whether this forward's gradients will be synchronised (training thread, hot path).
+
+    Args:
+        root_module: The attached module: a DDP wrapper, a compiled one, or the model inside.
+        grad_enabled: Whether gradients are enabled at the root forward's pre-hook.
+        world_size: Ranks in the world.
+
+    Returns:
+        `SYNCED` or `LOCAL` under DDP; `NOT_DISTRIBUTED` where nothing wraps the model and it is alone;
+        else `UNKNOWN`.
+    """
+    wrapper = _ddp_of(root_module)
+    if wrapper is not None:
+        return GradSync.SYNCED if grad_enabled and wrapper.require_backward_grad_sync else GradSync.LOCAL
+    return GradSync.NOT_DISTRIBUTED if world_size == 1 else GradSync.UNKNOWN
+
+
+def _ddp_of(root_module: torch.nn.Module) -> DistributedDataParallel | None:
+    inner = root_module
+    # torch.compile(DDP(model)) keeps the wrapper one attribute below.
+    if not isinstance(inner, DistributedDataParallel):
+        inner = getattr(root_module, "_orig_mod", root_module)
+    if isinstance(inner, DistributedDataParallel):
+        return inner
+    # Set during the wrapper's forward alone, so it is the wrapper of the model inside.
+    active = DistributedDataParallel._get_active_ddp_module()  # noqa: SLF001
+    return active if isinstance(active, DistributedDataParallel) else None

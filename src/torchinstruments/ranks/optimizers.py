@@ -1,0 +1,272 @@
+"""Sees optimizers step through torch's global step hooks, and tells the clock about those of this model.
+
+An optimizer counts when at least one of its parameters belongs to the model *at that moment*: ``fully_shard``
+and the like replace parameters, and optimizers come and go. The full comparison is made once an optimizer;
+later steps compare a handful of witnesses (first parameters, number of groups), so that they cost
+microseconds.
+
+A fused optimizer is called by a `GradScaler` on a skipped step too and decides on the device. Its hooks prove
+nothing there, so its outcome stays unknown until better evidence comes.
+"""
+
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from torchinstruments.ranks.clock import StepClock
+from torchinstruments.records import Evidence, Outcome
+
+__all__ = ["KnownOptimizer", "OptimizerWatch", "first_lr"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Witnesses:
+    """What is compared instead of all parameters: the first of the model and of the optimizer, and sizes."""
+
+    of_model: weakref.ref[torch.Tensor] | None
+    of_optimizer: weakref.ref[torch.Tensor] | None
+    sizes: tuple[int, int]
+
+
+@dataclass(slots=True)
+class KnownOptimizer:
+    """One optimizer that stepped while the watch was attached.
+
+    Attributes:
+        reference: To the optimizer; it is never kept alive.
+        key: Names it to the clock.
+        belongs: Whether its parameters are the model's.
+        witnesses: What `belongs` rests on; compared again at each step.
+        num_ended: Steps of it that ended.
+    """
+
+    reference: weakref.ref[Optimizer]
+    key: int
+    belongs: bool
+    witnesses: _Witnesses
+    num_ended: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The outermost step that runs, known by its frame's address, which is its own for as long as it runs.
+
+    A reference to the frame would keep the locals of all its callers alive after an exception.
+    """
+
+    address: int
+    code: CodeType
+    optimizer: weakref.ref[Optimizer]
+
+    def is_below(self, frame: FrameType | None) -> bool:
+        """Whether the call is this frame or one of its callers, on this thread's stack."""
+        while frame is not None:
+            if id(frame) == self.address and frame.f_code is self.code:
+                return frame.f_locals.get("self", self.optimizer()) is self.optimizer()
+            frame = frame.f_back
+        return False
+
+
+class OptimizerWatch:
+    """Feeds a `StepClock` from the step hooks of all optimizers in the process.
+
+    Nothing raises out of its hooks: errors go to `on_error`, under the probe ``optimizer``.
+    """
+
+    def __init__(
+        self,
+        clock: StepClock,
+        parameters: Callable[[], Iterable[torch.Tensor]],
+        only: Optimizer | None = None,
+        *,
+        on_error: Callable[[str, BaseException], None] | None = None,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Makes a watch that is not attached yet.
+
+        Args:
+            clock: Receives the events.
+            parameters: Returns the model's parameters of the moment. It should not keep the model alive: the
+                hooks are global and live until `detach`.
+            only: The one optimizer that counts, whatever its parameters; None counts those of the model.
+            on_error: Called with probe and exception for everything that fails inside a hook.
+            now: Monotonic seconds, the same clock that the `StepClock` is fed with.
+        """
+        self._clock = clock
+        self._parameters = parameters
+        self._only = weakref.ref(only) if only is not None else None
+        self._on_error = on_error
+        self._now = now
+        self._pid = os.getpid()
+        self._known: dict[int, KnownOptimizer] = {}
+        self._next_key = 0
+        self._outermost: _Call | None = None
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        """Registers the global hooks. Attaching twice is attaching once."""
+        if self._handles:
+            return
+        self._pid = os.getpid()
+        self._clock.ask_whether_running(self._is_running)
+        self._handles = [
+            register_optimizer_step_pre_hook(self._step_started),
+            register_optimizer_step_post_hook(self._step_ended),
+        ]
+
+    def detach(self) -> None:
+        """Removes the global hooks and forgets every optimizer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._clock.ask_whether_running(None)
+        self._known.clear()
+
+    def known(self, optimizer: object) -> KnownOptimizer | None:
+        """Returns what is known of an optimizer of this model, or None for one of another model.
+
+        Costs microseconds for one that was seen before (training thread, hot path).
+
+        Args:
+            optimizer: Any object; what cannot step a model's parameters is none of its optimizers.
+        """
+        if not isinstance(optimizer, Optimizer):
+            return None
+        entry = self._known.get(id(optimizer))
+        if entry is None or entry.reference() is not optimizer:
+            entry = self._get_to_know(optimizer)
+        elif self._only is None:
+            witnesses = self._witnesses(optimizer)
+            if not _same(witnesses, entry.witnesses):
+                entry.belongs, entry.witnesses = self._belongs(optimizer), witnesses
+        return entry if entry.belongs else None
+
+    def _step_started(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or os.getpid() != self._pid:
+            return
+        try:
+            entry = self.known(optimizer)
+            if entry is None:
+                return
+            caller = sys._getframe(1)  # noqa: SLF001
+            # The caller's own frame may have the address of one that an exception has left.
+            if self._outermost is not None and not self._outermost.is_below(caller.f_back):
+                self._outermost = None
+                self._clock.step_aborted(self._now())
+            if self._outermost is None:
+                self._outermost = _Call(id(caller), caller.f_code, entry.reference)
+            self._clock.step_started(entry.key, self._now())
+        except Exception as error:  # noqa: BLE001
+            self._report(error)
+
+    def _step_ended(self, optimizer: Optimizer, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or os.getpid() != self._pid:
+            return
+        try:
+            # The verdict of the step's start holds for its end.
+            entry = self._known.get(id(optimizer))
+            if entry is None or not entry.belongs:
+                return
+            entry.num_ended += 1
+            if self._outermost is not None and self._outermost.address == id(sys._getframe(1)):  # noqa: SLF001
+                self._outermost = None
+            outcome, evidence = Outcome.APPLIED, Evidence.OPTIMIZER_HOOK
+            if _decides_on_device(optimizer, kwargs):
+                outcome, evidence = Outcome.UNKNOWN, Evidence.NONE
+            self._clock.step_ended(
+                entry.key, self._now(), lr=first_lr(optimizer), outcome=outcome, evidence=evidence
+            )
+        except Exception as error:  # noqa: BLE001
+            self._report(error)
+
+    def _is_running(self) -> bool:
+        return self._outermost is not None and self._outermost.is_below(sys._getframe(1))  # noqa: SLF001
+
+    def _get_to_know(self, optimizer: Optimizer) -> KnownOptimizer:
+        identity, key = id(optimizer), self._next_key
+        self._next_key += 1
+        entries, clock = self._known, self._clock
+
+        def forget(_: weakref.ref[Optimizer]) -> None:
+            entry = entries.get(identity)
+            # The address may belong to a younger optimizer by now.
+            if entry is not None and entry.key == key:
+                del entries[identity]
+            clock.optimizer_gone(key)
+
+        entry = KnownOptimizer(
+            weakref.ref(optimizer, forget), key, self._belongs(optimizer), self._witnesses(optimizer)
+        )
+        self._known[identity] = entry
+        return entry
+
+    def _belongs(self, optimizer: Optimizer) -> bool:
+        if self._only is not None:
+            return self._only() is optimizer
+        # Tensors compare by value, so membership goes by address; both sides live while it is asked.
+        addresses = {id(parameter) for parameter in self._parameters()}
+        return any(
+            id(parameter) in addresses
+            for group in optimizer.param_groups
+            for parameter in group.get("params", ())
+        )
+
+    def _witnesses(self, optimizer: Optimizer) -> _Witnesses:
+        groups = optimizer.param_groups
+        first = groups[0]["params"] if groups else ()
+        last = groups[-1]["params"] if groups else ()
+        own = next(iter(self._parameters()), None)
+        return _Witnesses(
+            weakref.ref(own) if own is not None else None,
+            weakref.ref(first[0]) if first else None,
+            (len(groups), len(last)),
+        )
+
+    def _report(self, error: BaseException) -> None:
+        if self._on_error is not None:
+            self._on_error("optimizer", error)
+
+
+def first_lr(optimizer: object) -> float | None:
+    """Returns the learning rate of an optimizer's first group, or None.
+
+    A learning rate that is a tensor may lie on a device, and reading it would wait for the device.
+
+    Args:
+        optimizer: Anything with ``param_groups``.
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    lr = groups[0].get("lr") if groups else None
+    return float(lr) if isinstance(lr, (int, float)) and not isinstance(lr, bool) else None
+
+
+def _decides_on_device(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a scaler left it to the optimizer to skip, on the device."""
+    return getattr(optimizer, "found_inf", None) is not None or kwargs.get("grad_scaler") is not None
+
+
+def _same(now: _Witnesses, before: _Witnesses) -> bool:
+    """Whether the verdict still stands: the same live tensors come first, and the groups are as long."""
+    return (
+        now.sizes == before.sizes
+        and _is_alive_in_both(now.of_model, before.of_model)
+        and _is_alive_in_both(now.of_optimizer, before.of_optimizer)
+    )
+
+
+def _is_alive_in_both(
+    now: weakref.ref[torch.Tensor] | None, before: weakref.ref[torch.Tensor] | None
+) -> bool:
+    if now is None or before is None:
+        return now is before
+    tensor = now()
+    return tensor is not None and tensor is before()

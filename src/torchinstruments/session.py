@@ -1,0 +1,275 @@
+"""One observer's connection to its run: when it starts, what carries its samples, how it ends.
+
+At attach, where rank and store can be known, the session enrols in the calling thread, and what the user
+configured wrongly raises there on all ranks alike. Else it waits: the first root forward settles who this
+process is, and a thread enrols while samples queue. From then on nothing here raises.
+"""
+
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torchinstruments.config import ErrorPolicy, HistoryConfig
+from torchinstruments.enrolment import Destination, Enrolment, RunPlan, can_agree, enrol, raise_failure
+from torchinstruments.errors import TorchInstrumentsError
+from torchinstruments.ranks.identity import discover, world_of_one
+from torchinstruments.records import (
+    AttemptRecord,
+    Counters,
+    DeferredSample,
+    ErrorRecord,
+    Identity,
+    ModuleRecord,
+)
+from torchinstruments.sinks.delivery import Delivery
+from torchinstruments.sinks.directory import DirectorySink
+from torchinstruments.store.filesystem import redact
+from torchinstruments.store.writer import RankWriter
+
+__all__ = ["AGREEMENT_TIMEOUT_S", "CLOSE_TIMEOUT_S", "FLUSH_TIMEOUT_S", "RunSession"]
+
+AGREEMENT_TIMEOUT_S = 60.0
+"""For which a rank waits for the leader at attach."""
+
+CLOSE_TIMEOUT_S = 120.0
+"""For which `RunSession.close` waits where the caller says nothing."""
+
+FLUSH_TIMEOUT_S = 60.0
+"""For which `RunSession.flush` waits where the caller says nothing."""
+
+_LOGGER = logging.getLogger("torchinstruments")
+
+
+class RunSession:
+    """Implements `torchinstruments.observe.session_protocol.Session` over a delivery thread and a directory.
+
+    Args:
+        process: 8 hex digits of this process.
+        device: Device of the model, as torch writes it.
+        destination: Where the user wants the run.
+        plan: Settings for ``run.json``.
+        history: Settings of the history.
+        error_policy: Whether trouble is warned about.
+        channel: Keeps several observers of one process apart.
+    """
+
+    def __init__(
+        self,
+        *,
+        process: str,
+        device: str,
+        destination: Destination,
+        plan: RunPlan,
+        history: HistoryConfig,
+        error_policy: ErrorPolicy,
+        channel: str,
+    ) -> None:
+        self._process = process
+        self._device = device
+        self._destination = destination
+        self._plan = plan
+        self._history = history
+        self._warns = error_policy is not ErrorPolicy.IGNORE
+        self._channel = channel
+        self._source: Callable[[], Counters] = Counters
+        self._delivery = Delivery(self._storage_failed)
+        self._writer: RankWriter | None = None
+        self._identity: Identity | None = None
+        self._enrolment: Enrolment | None = None
+        self._enrolling: threading.Thread | None = None
+        self._observing = True
+        self._warned: set[str] = set()
+        self._is_closed = False
+
+    @property
+    def url(self) -> str:
+        """Where the run lies, without secrets; until that is agreed, where it was asked for."""
+        enrolment = self._enrolment
+        return enrolment.claim.url if enrolment is not None else redact(self._destination.url)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the world; 1 until it is known."""
+        identity = self._identity
+        return 1 if identity is None else identity.world_size
+
+    @property
+    def observing(self) -> bool:
+        """Whether this rank observes, as far as that is known."""
+        return self._observing
+
+    def count_with(self, source: Callable[[], Counters]) -> None:
+        """Takes what tells the training side's counters, for the manifest."""
+        self._source = source
+
+    def open(self) -> bool:
+        """Enrols now, where that is possible (attaching thread).
+
+        Returns:
+            Whether it was; else the first root forward will do it.
+
+        Raises:
+            ConfigurationError: The environment's rank, the policy, the address or the options cannot work.
+            StorageError: The store refuses what the user configured; on all ranks alike.
+        """
+        identity = discover(self._process, self._device)
+        if identity is None or not can_agree(identity):
+            return False
+        self._settle(identity)
+        enrolment = self._enrol(identity)
+        raise_failure(enrolment.claim)
+        self._start(identity, enrolment)
+        return True
+
+    def begin(self) -> bool:
+        """Settles who this process is, and has it enrolled; see `Session.begin` (training thread)."""
+        if self._identity is not None:
+            return self._observing
+        try:
+            self._settle(discover(self._process, self._device) or world_of_one(self._process, self._device))
+        except TorchInstrumentsError as error:
+            self._observing = False
+            self._identity = world_of_one(self._process, self._device)
+            self._warn("begin", f"nothing is observed: {error}")
+            return False
+        self._enrolling = threading.Thread(
+            target=self._enrol_in_background, name="torchinstruments-enrolment", daemon=True
+        )
+        self._enrolling.start()
+        return self._observing
+
+    def put_sample(self, sample: DeferredSample) -> None:
+        """Takes one delivery of a sample (training thread, hot path)."""
+        self._delivery.put_sample(sample)
+
+    def put_attempts(self, attempts: Sequence[AttemptRecord]) -> None:
+        """Takes the attempts of a window that closed (training thread, hot path)."""
+        self._delivery.put_attempts(attempts)
+
+    def put_modules(self, modules: tuple[ModuleRecord, ...]) -> None:
+        """Takes the catalog, anew whenever it changed (training thread)."""
+        self._delivery.put_modules(modules)
+
+    def put_error(self, error: ErrorRecord) -> None:
+        """Takes an error of collection (training thread)."""
+        self._delivery.put_error(error)
+
+    def counters(self, observed: Counters) -> Counters:
+        """Returns what the observer counted together with what was stored and dropped here (any thread)."""
+        writer = self._writer
+        return writer.counters() if writer is not None else self._with_delivery(observed)
+
+    def pending_error(self) -> BaseException | None:
+        """Returns the first error of a sink or of the storage that was not returned yet (training thread)."""
+        return self._delivery.pending_error()
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Returns whether everything left so far became durable in time (any thread but the writer)."""
+        return self._delivery.flush(FLUSH_TIMEOUT_S if timeout_s is None else timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Ends the run for this process; returns whether all of it became durable in time. Idempotent."""
+        if self._is_closed:
+            return True
+        self._is_closed = True
+        wait_s = CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
+        self.begin()
+        if self._enrolling is not None:
+            self._enrolling.join(wait_s)
+        enrolment = self._enrolment
+        if enrolment is not None and enrolment.agreement.service is not None:
+            enrolment.agreement.service.stop()
+        arrived = self._delivery.close(wait_s)
+        dropped = self.counters(self._source()).rows_dropped
+        if dropped:
+            self._warn(
+                "dropped", f"{dropped} rows of history were given up; the manifest in {self.url} says why"
+            )
+        if not arrived and self._observing and not dropped:
+            where = enrolment.spool_path if enrolment is not None else ""
+            self._warn(
+                "late",
+                f"not everything reached {self.url} within {wait_s:g} s; "
+                + (f"the rest lies in {where} and is carried on from there" if where else "the rest is lost"),
+            )
+        return arrived
+
+    def _settle(self, identity: Identity) -> None:
+        """Takes who this process is, and what the rank policy makes of that.
+
+        Raises:
+            ConfigurationError: The policy cannot be applied.
+        """
+        self._plan.policy.validate(identity.world_size)
+        self._observing = self._plan.policy.observes(identity)
+        self._identity = identity
+
+    def _enrol(self, identity: Identity) -> Enrolment:
+        enrolment = enrol(
+            identity,
+            self._destination,
+            self._plan,
+            observing=self._observing,
+            channel=self._channel,
+            timeout_s=AGREEMENT_TIMEOUT_S,
+        )
+        self._enrolment = enrolment
+        return enrolment
+
+    def _enrol_in_background(self) -> None:
+        identity = self._identity
+        assert identity is not None, "settled before the thread was started"
+        try:
+            enrolment = self._enrol(identity)
+            raise_failure(enrolment.claim)
+            self._start(identity, enrolment)
+        except Exception as error:  # noqa: BLE001 - training goes on whatever the store says
+            self._warn("enrolment", f"nothing is kept of rank {identity.rank}: {error}")
+
+    def _start(self, identity: Identity, enrolment: Enrolment) -> None:
+        """Starts the writer thread, on a rank that observes and has a place to write."""
+        for notice in enrolment.notices:
+            if identity.rank == 0 or not enrolment.claim.verified or enrolment.target is None:
+                self._warn(notice, notice)
+        if not self._observing or enrolment.target is None:
+            return
+        self._writer = RankWriter(
+            identity,
+            enrolment.claim,
+            self._history,
+            enrolment.target,
+            counters=self._training_counters,
+            report=self._delivery.report,
+            spool_path=enrolment.spool_path,
+        )
+        self._delivery.start(enrolment.run, [DirectorySink(self._writer, enrolment.copy_folder)])
+
+    def _training_counters(self) -> Counters:
+        return self._with_delivery(self._source())
+
+    def _with_delivery(self, observed: Counters) -> Counters:
+        return replace(
+            observed,
+            rows_dropped=observed.rows_dropped + self._delivery.rows_dropped,
+            writer_s=self._delivery.writer_s,
+        )
+
+    def _storage_failed(self, probe: str, error: Exception) -> None:
+        """Warns once a kind of what failed in the writer thread; it is in the manifest already."""
+        kind = f"{probe}:{type(error).__name__}"
+        self._warn(kind, f"{probe} failed: {type(error).__name__}: {error}; training goes on")
+
+    def _warn(self, kind: str, sentence: str) -> None:
+        """Warns once a kind; where warnings are errors it is logged instead, for training must go on."""
+        if not self._warns or kind in self._warned or len(self._warned) > _MAX_KINDS:
+            return
+        self._warned.add(kind)
+        try:
+            warnings.warn(f"torchinstruments: {sentence}", RuntimeWarning, stacklevel=2)
+        except Exception:  # noqa: BLE001 - a filter turned it into an exception
+            _LOGGER.warning("torchinstruments: %s", sentence)
+
+
+_MAX_KINDS = 100

@@ -1,0 +1,304 @@
+"""The writer thread: what was observed goes to the sinks in order, and nothing comes back into training.
+
+One daemon thread a process. It sleeps about a second at a time and works in batches, since a thread that is
+busy beside training slows every step. Until `Delivery.start` says which run this is, things only queue. Sinks
+are isolated: what one raises is counted, told to the sinks that keep errors and to the owner, and goes no
+further.
+
+A forked child has no writer thread; its copy takes nothing and does nothing. At interpreter exit whatever is
+still open is flushed for a few seconds and its manifest marked.
+"""
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+
+from torchinstruments.records import AttemptRecord, DeferredSample, ErrorRecord, ModuleRecord, RunRecord
+from torchinstruments.sinks.outbox import Attempts, BoundedOutbox, Dropped, Item, Modules, describe
+from torchinstruments.sinks.sink import Sink, TelemetrySink
+
+__all__ = ["EXIT_TIMEOUT_S", "THREAD_NAME", "Delivery"]
+
+THREAD_NAME = "torchinstruments-writer"
+
+EXIT_TIMEOUT_S = 5.0
+"""How long an interpreter that ends waits for what is still open."""
+
+_SLEEP_S = 1.0
+_MAX_MESSAGE_CHARACTERS = 500
+
+ErrorCallback = Callable[[str, Exception], None]
+
+
+@dataclass(slots=True)
+class _Flush:
+    """A request to flush, and its answer."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+    durable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Close:
+    """A request to finish everything and end."""
+
+    deadline_s: float
+    complete: bool
+
+
+class Delivery:
+    """Takes what the training threads observed and hands it to sinks from a thread of its own.
+
+    Implements `records.Outbox`.
+
+    Args:
+        on_error: Told of every failure, as (probe, error), from the writer thread. What it raises is ignored.
+        outbox: The queue, where other bounds than the default ones are wanted.
+    """
+
+    def __init__(self, on_error: ErrorCallback | None = None, outbox: BoundedOutbox | None = None) -> None:
+        self._outbox = BoundedOutbox() if outbox is None else outbox
+        self._on_error = on_error
+        self._requests: SimpleQueue[_Flush | _Close | None] = SimpleQueue()
+        self._sinks: list[Sink] = []
+        self._keepers: list[TelemetrySink] = []
+        self._modules: tuple[ModuleRecord, ...] = ()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._everything_arrived = False
+        self._inert = False
+        self._writer_s = 0.0
+        self._dropped_told = Dropped()
+        self._unresolved_rows = 0
+        self._pending_error: Exception | None = None
+        _LIVE.add(self)
+
+    def put_sample(self, sample: DeferredSample) -> None:
+        """Takes one delivery of a sample (training thread, hot path)."""
+        if self._takes_nothing():
+            return
+        if self._outbox.put_sample(sample) and self._thread is not None and self._requests.empty():
+            self._requests.put(None)
+
+    def put_attempts(self, attempts: Sequence[AttemptRecord]) -> None:
+        """Takes the attempts of a window that closed (training thread, hot path)."""
+        if not self._takes_nothing():
+            self._outbox.put_records(Attempts(tuple(attempts)))
+
+    def put_modules(self, modules: tuple[ModuleRecord, ...]) -> None:
+        """Takes the catalog, anew whenever it changed (training thread)."""
+        if not self._takes_nothing():
+            self._modules = modules
+            self._outbox.put_records(Modules(modules))
+
+    def put_error(self, error: ErrorRecord) -> None:
+        """Takes an error of collection (training thread)."""
+        if not self._takes_nothing():
+            self._outbox.put_records(error)
+
+    @property
+    def rows_dropped(self) -> int:
+        """Rows of ``history`` that never reached a sink (any thread)."""
+        return self._outbox.dropped.scalars + self._unresolved_rows
+
+    @property
+    def writer_s(self) -> float:
+        """Processor seconds of the writer thread so far (any thread)."""
+        return self._writer_s
+
+    def start(self, run: RunRecord, sinks: Sequence[Sink]) -> None:
+        """Starts the writer thread, once it is known which run this is; a second call does nothing.
+
+        Args:
+            run: The run that sinks are told of.
+            sinks: In the order in which they take samples.
+        """
+        if self._thread is not None or self._takes_nothing():
+            return
+        self._sinks = list(sinks)
+        self._thread = threading.Thread(target=self._work, args=(run,), name=THREAD_NAME, daemon=True)
+        self._thread.start()
+
+    def report(self, probe: str, error: Exception) -> None:
+        """Takes a failure of a sink or a store: for the owner, and for `pending_error` (writer thread)."""
+        if self._pending_error is None:
+            self._pending_error = error
+        if self._on_error is not None:
+            # Whoever is told of errors must not make more of them.
+            with contextlib.suppress(Exception):
+                self._on_error(probe, error)
+
+    def pending_error(self) -> Exception | None:
+        """Returns the first failure that was not returned yet, for ``error_policy="raise"`` (any thread)."""
+        error, self._pending_error = self._pending_error, None
+        return error
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until everything that was put so far is durable (any thread but the writer's).
+
+        Returns:
+            False where it is not, after `timeout_s` seconds at the latest; at once where nothing was started.
+        """
+        thread = self._thread
+        if self._inert:
+            return True
+        if thread is None or self._closing or thread is threading.current_thread():
+            return self._everything_arrived
+        request = _Flush()
+        self._requests.put(request)
+        return request.done.wait(timeout_s) and request.durable
+
+    def close(self, timeout_s: float, *, complete: bool = True) -> bool:
+        """Hands over what waits, closes the sinks and ends the thread; further calls wait for the same end.
+
+        Args:
+            timeout_s: How long to wait. The thread goes on after it, as long as the process lives.
+            complete: False at interpreter exit and on SIGTERM, where only what is needed is done.
+
+        Returns:
+            Whether everything is where readers look.
+        """
+        thread = self._thread
+        if self._inert:
+            return True
+        if thread is None:
+            self._closing = True
+            return len(self._outbox) == 0
+        if thread is threading.current_thread():
+            return False
+        if not self._closing:
+            self._closing = True
+            self._requests.put(_Close(time.monotonic() + timeout_s, complete))
+        thread.join(timeout_s)
+        return self._everything_arrived
+
+    def _takes_nothing(self) -> bool:
+        return self._inert or self._closing
+
+    def _work(self, run: RunRecord) -> None:
+        """The writer thread, from start to end."""
+        self._initialize(run)
+        while True:
+            request = self._next_request()
+            self._hand_over()
+            if isinstance(request, _Close):
+                self._everything_arrived = self._finish(request)
+                break
+            if isinstance(request, _Flush):
+                self._flush(request)
+            for keeper in self._keepers:
+                self._call(keeper, keeper.tick)
+            self._writer_s = time.thread_time()
+        self._writer_s = time.thread_time()
+
+    def _initialize(self, run: RunRecord) -> None:
+        """Tells the sinks of the run; one that could not even begin is left out from here on."""
+        self._keepers = [sink for sink in self._sinks if isinstance(sink, TelemetrySink)]
+        self._sinks = [sink for sink in self._sinks if self._call(sink, sink.initialize, run, self._modules)]
+        self._keepers = [sink for sink in self._sinks if isinstance(sink, TelemetrySink)]
+
+    def _next_request(self) -> "_Flush | _Close | None":
+        try:
+            return self._requests.get(timeout=_SLEEP_S)
+        except Empty:
+            return None
+
+    def _hand_over(self) -> None:
+        """Gives the sinks what waits now; what comes meanwhile waits for the next round."""
+        for _ in range(len(self._outbox)):
+            item = self._outbox.take()
+            if item is not None:
+                self._hand_over_one(item)
+        dropped = self._outbox.dropped
+        if dropped != self._dropped_told:
+            error = BufferError(describe(self._dropped_told, dropped))
+            self._dropped_told = dropped
+            self._fail("sink", "", error)
+
+    def _hand_over_one(self, item: Item) -> None:
+        if isinstance(item, Attempts):
+            for keeper in self._keepers:
+                self._call(keeper, keeper.attempts, item.records)
+        elif isinstance(item, Modules):
+            for keeper in self._keepers:
+                self._call(keeper, keeper.modules, item.records)
+        elif isinstance(item, ErrorRecord):
+            self._keep(item)
+        else:
+            self._hand_over_sample(item)
+
+    def _hand_over_sample(self, deferred: DeferredSample) -> None:
+        try:
+            sample = deferred.resolve()
+        except Exception as error:  # noqa: BLE001 - whatever a device did, training and the next sample go on
+            self._unresolved_rows += deferred.num_scalars
+            self._fail("reducer", "", error)
+            return
+        for sink in self._sinks:
+            self._call(sink, sink.observe, sample)
+
+    def _flush(self, request: _Flush) -> None:
+        durable = True
+        for keeper in self._keepers:
+            durable &= self._call(keeper, keeper.flush)
+        request.durable = durable
+        request.done.set()
+
+    def _finish(self, request: _Close) -> bool:
+        """Closes the sinks, those that keep errors last."""
+        for sink in self._sinks:
+            if not isinstance(sink, TelemetrySink):
+                self._call(sink, sink.close)
+        arrived = True
+        for keeper in self._keepers:
+            left_s = max(request.deadline_s - time.monotonic(), 0.0)
+            arrived &= self._call(keeper, partial(keeper.finish, left_s, complete=request.complete))
+        return arrived
+
+    def _call(self, sink: Sink, function: Callable[..., object], *arguments: object) -> bool:
+        """Calls a method of a sink; returns whether it neither raised nor answered False."""
+        try:
+            return function(*arguments) is not False
+        except Exception as error:  # noqa: BLE001 - a sink may be anybody's code
+            self._fail("sink", type(sink).__name__, error)
+            return False
+
+    def _fail(self, probe: str, where: str, error: Exception) -> None:
+        self._keep(ErrorRecord(probe, where, type(error).__name__, str(error)[:_MAX_MESSAGE_CHARACTERS]))
+        self.report(probe, error)
+
+    def _keep(self, record: ErrorRecord) -> None:
+        """Gives an error to the sinks that keep errors; a failure at that is reported, but not kept."""
+        for keeper in self._keepers:
+            try:
+                keeper.error(record)
+            except Exception as error:  # noqa: BLE001 - a sink may be anybody's code
+                self.report("sink", error)
+
+
+_LIVE: "weakref.WeakSet[Delivery]" = weakref.WeakSet()
+
+
+def _finish_at_exit() -> None:
+    """Flushes what is still open when the interpreter ends, all of it within `EXIT_TIMEOUT_S`."""
+    deadline_s = time.monotonic() + EXIT_TIMEOUT_S
+    for delivery in list(_LIVE):
+        delivery.close(max(deadline_s - time.monotonic(), 0.0), complete=False)
+
+
+def _make_inert() -> None:
+    """Lets the copies that a forked child inherits take nothing: their thread was left behind."""
+    for delivery in list(_LIVE):
+        delivery._inert = True  # noqa: SLF001 - the class and its fork hook are one
+
+
+# Runs before the interpreter waits for its pools and forbids new ones; atexit's turn would come after that.
+getattr(threading, "_register_atexit", atexit.register)(_finish_at_exit)
+os.register_at_fork(after_in_child=_make_inert)

@@ -1,0 +1,57 @@
+"""A tensor as flat pieces of bounded size, in whatever order costs no copy.
+
+Statistics do not depend on the order of entries, so a transposed tensor is read as it lies in memory, and
+an expanded one is read once: an entry that is repeated is known by its number of repetitions.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+__all__ = ["flat_pieces", "without_repeats"]
+
+
+def without_repeats(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Returns a view in memory order without repeated entries, and how often each entry of it counts.
+
+    A dimension of stride 0, as ``expand`` and the gradient of ``sum`` make it, holds the same entries again
+    and again. Dropping it changes no statistic but the positions of quartiles, which take the factor back in.
+
+    Args:
+        tensor: Any strided tensor with at least one entry.
+    """
+    repeats = 1
+    if tensor.is_contiguous():
+        return tensor, repeats
+    for dimension in reversed(range(tensor.ndim)):
+        if tensor.stride(dimension) == 0 and tensor.shape[dimension] > 1:
+            repeats *= tensor.shape[dimension]
+            tensor = tensor.select(dimension, 0)
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tensor.permute(order), repeats
+
+
+def flat_pieces(tensor: torch.Tensor, num_entries: int) -> Iterator[torch.Tensor]:
+    """Yields all entries in flat pieces; only pieces that do not lie densely in memory are copied.
+
+    Args:
+        tensor: Any strided tensor with at least one entry.
+        num_entries: Entries of a piece at most, and so the bound of each copy.
+    """
+    if tensor.is_contiguous():
+        yield from tensor.view(-1).split(num_entries)
+    elif tensor.numel() <= num_entries:
+        yield _dense(tensor)
+    else:
+        rows = num_entries * tensor.shape[0] // tensor.numel()
+        for piece in tensor.split(max(1, rows)):
+            if piece.numel() <= num_entries:
+                yield _dense(piece)
+            else:
+                yield from flat_pieces(piece[0], num_entries)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the entries in a flat tensor without gaps; a copy, unless they lie so already."""
+    flat = tensor.reshape(-1)
+    return flat if flat.is_contiguous() else flat.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,140 @@
+"""Reading the documents of a run: ``run.json``, generations, manifests, catalogs.
+
+Nothing that a document says is trusted: it is bounded in size, of a known schema version and of the declared
+shape, or it is refused with a reason code. Only ``run.json`` has to be readable, since nothing else says what
+the rest of a folder means.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from torchinstruments.errors import RunFormatError, StorageDeniedError
+from torchinstruments.records import GenerationRecord, RunRecord
+from torchinstruments.store import layout
+from torchinstruments.store.schema import SCHEMA_VERSION
+from torchinstruments.store.storage import Storage
+
+__all__ = [
+    "MAX_DOCUMENT_BYTES",
+    "UnusableFileError",
+    "decode_document",
+    "decode_generation",
+    "decode_run",
+    "read_document",
+    "read_run",
+]
+
+MAX_DOCUMENT_BYTES = 64 * 2**20
+"""A JSON document larger than this is refused unread; a catalog of 100,000 layers has 30 MB."""
+
+_MAX_REASON_CHARACTERS = 200
+
+_Document = TypeVar("_Document")
+
+
+class UnusableFileError(RunFormatError):
+    """One file of a run that is to be left out.
+
+    Attributes:
+        reason: A reason code, with a detail after a colon where there is one: ``empty_file``, ``truncated``,
+            ``not_json``, ``not_parquet``, ``foreign_run``, ``duplicate``, ``misplaced``, ``unreadable``,
+            ``unknown_schema_version``, ``schema_mismatch``, ``too_large``.
+    """
+
+    def __init__(self, code: str, detail: object = "") -> None:
+        text = " ".join(str(detail).split())
+        self.reason = (f"{code}: {text}" if text else code)[:_MAX_REASON_CHARACTERS]
+        super().__init__(self.reason)
+
+
+def read_run(storage: Storage) -> RunRecord:
+    """Reads ``run.json`` (offline).
+
+    Raises:
+        RunFormatError: There is none, it cannot be read, or its schema version is not known to this release.
+        StorageError: The store refused or did not answer.
+    """
+    try:
+        data = storage.read(layout.RUN_FILE)
+    except FileNotFoundError:
+        raise RunFormatError(
+            f"{storage.url} holds no run, for there is no {layout.RUN_FILE} in it; give the folder that "
+            f"inject_observer wrote to"
+        ) from None
+    try:
+        return decode_document(data, decode_run)
+    except UnusableFileError as error:
+        code, _, detail = error.reason.partition(": ")
+        if code == "unknown_schema_version":
+            raise RunFormatError(
+                f"the run in {storage.url} has schema version {detail}, and this release reads version "
+                f"{SCHEMA_VERSION}; use the release that wrote it, or a newer one"
+            ) from None
+        raise RunFormatError(
+            f"{layout.RUN_FILE} in {storage.url} cannot be read ({error.reason}); put back the original, "
+            f"for it says what the rest of the folder is"
+        ) from None
+
+
+def read_document(storage: Storage, path: str, size_bytes: int) -> bytes:
+    """Reads a document that a listing has shown (offline).
+
+    Raises:
+        UnusableFileError: It is too large, gone, or this one file may not be read.
+        StorageError: The store did not answer.
+    """
+    if size_bytes > MAX_DOCUMENT_BYTES:
+        raise UnusableFileError("too_large", f"{size_bytes} bytes")
+    try:
+        return storage.read(path)
+    except FileNotFoundError:
+        raise UnusableFileError("unreadable", "it is gone") from None
+    except StorageDeniedError as error:
+        raise UnusableFileError("unreadable", error) from None
+
+
+class _Versioned(msgspec.Struct):
+    schema_version: int
+
+
+def decode_document(data: bytes, decoder: Callable[[bytes], _Document]) -> _Document:
+    """Decodes a document whose schema version is known.
+
+    Args:
+        data: Its bytes.
+        decoder: `decode_run`, `decode_generation`, `manifest.decode_manifest` or `catalog.decode_catalog`.
+
+    Raises:
+        UnusableFileError: It is empty, no JSON, of an unknown schema version, or of another shape.
+    """
+    if not data:
+        raise UnusableFileError("empty_file")
+    try:
+        version = msgspec.json.decode(data, type=_Versioned).schema_version
+        if version != SCHEMA_VERSION:
+            raise UnusableFileError("unknown_schema_version", version)
+        return decoder(data)
+    except msgspec.ValidationError as error:
+        raise UnusableFileError("schema_mismatch", error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UnusableFileError("not_json", error) from None
+
+
+def decode_run(data: bytes) -> RunRecord:
+    """Returns the run record that lies in some bytes; unknown fields are ignored.
+
+    Raises:
+        msgspec.DecodeError: The bytes are no JSON, or no run record.
+    """
+    return msgspec.json.decode(data, type=RunRecord)
+
+
+def decode_generation(data: bytes) -> GenerationRecord:
+    """Returns the generation record that lies in some bytes; unknown fields are ignored.
+
+    Raises:
+        msgspec.DecodeError: The bytes are no JSON, or no generation record.
+    """
+    return msgspec.json.decode(data, type=GenerationRecord)

@@ -1,0 +1,101 @@
+"""What lies in a run's folders, found with one listing each: the floor under `Run`, merge and status.
+
+Several folders may hold one run (hosts without a shared filesystem have one each), so an inventory spans any
+number of them. Every file is named by the place it lies in: the index of its folder and its path there.
+
+A document that cannot be used is set aside by name with a reason code, and the rest is used. Part files are
+not opened here; `inspection` does that.
+"""
+
+from collections.abc import Sequence
+
+from torchinstruments.errors import RunFormatError
+from torchinstruments.records import RunRecord
+from torchinstruments.store.catalog import ModuleCatalog, decode_catalog
+from torchinstruments.store.documents import UnusableFileError, decode_document, read_document, read_run
+from torchinstruments.store.found import (
+    CatalogFile,
+    Inventory,
+    ManifestFile,
+    PartFile,
+    RankInventory,
+    SetAside,
+)
+from torchinstruments.store.sorting import FileSorter, locate
+from torchinstruments.store.storage import Storage
+
+__all__ = [
+    "CatalogFile",
+    "Inventory",
+    "ManifestFile",
+    "PartFile",
+    "RankInventory",
+    "SetAside",
+    "read_catalog",
+    "take_inventory",
+]
+
+
+def take_inventory(*storages: Storage) -> Inventory:
+    """Lists every folder once and reads its documents, all but the catalogs (offline).
+
+    Args:
+        storages: The folders that hold one run, at least one.
+
+    Raises:
+        RunFormatError: A folder holds no readable ``run.json``, one of a schema version that this release
+            does not know, or one of another run than the first folder's.
+        StorageError: A store refused or did not answer.
+    """
+    files = [
+        locate(source, info)
+        for source, storage in enumerate(storages)
+        for info in storage.walk()
+        if not info.is_folder
+    ]
+    runs = [read_run(storage) for storage in storages]
+    _require_one_run(storages, runs)
+    sorter = FileSorter(run_id=runs[0].run_id, storages=storages)
+    times = [file.info.modified_at for file in files if sorter.belongs(file)]
+    sorter.read_documents()
+    return Inventory(
+        storages=tuple(storages),
+        run=runs[0],
+        generations=sorter.generation_records(),
+        ranks=sorter.ranks(),
+        set_aside=tuple(sorted(sorter.set_aside, key=_by_place)),
+        strange=tuple(sorted(sorter.strange)),
+        newest_at=max((time for time in times if time is not None), default=None),
+    )
+
+
+def read_catalog(inventory: Inventory, file: CatalogFile) -> ModuleCatalog | SetAside:
+    """Reads one module catalog (offline).
+
+    Returns:
+        The catalog, or why it is set aside.
+
+    Raises:
+        StorageError: The store did not answer.
+    """
+    try:
+        data = read_document(inventory.storages[file.source], file.path, file.size_bytes)
+        catalog = decode_document(data, decode_catalog)
+    except UnusableFileError as error:
+        return SetAside(file.source, file.path, error.reason)
+    if catalog.run_id != inventory.run.run_id:
+        return SetAside(file.source, file.path, "foreign_run")
+    return catalog
+
+
+def _require_one_run(storages: Sequence[Storage], runs: Sequence[RunRecord]) -> None:
+    for storage, run in zip(storages, runs, strict=True):
+        if run.run_id != runs[0].run_id:
+            raise RunFormatError(
+                f"{storages[0].url} holds the run {runs[0].run_id!r}, but {storage.url} the run "
+                f"{run.run_id!r}; give folders of one run only"
+            )
+
+
+def _by_place(file: SetAside) -> tuple[int, str, str]:
+    return (file.source, file.path, file.reason)

@@ -1,0 +1,249 @@
+"""Storage on a local folder or on one that the kernel mounts: temporary name, fsync, link or rename.
+
+A file appears under its name whole and durable, or not at all. Exclusive creation is ``link(2)`` of a
+finished temporary file, which is atomic on local disks and on NFS. Names of temporary files begin with a dot
+and end with ``.tmp``; listings leave them out.
+"""
+
+import contextlib
+import errno
+import os
+import uuid
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from torchinstruments.errors import (
+    StorageDeniedError,
+    StorageError,
+    StorageNotFoundError,
+    StorageUnreachableError,
+)
+from torchinstruments.store.storage import FileInfo, Listing, checked_path
+from torchinstruments.store.urls import local_path
+
+__all__ = ["LocalStorage"]
+
+_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_MAY_PASS = frozenset(
+    {
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENOTCONN,
+        errno.EREMOTEIO,
+        errno.EBUSY,
+    }
+)
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+
+
+class LocalStorage:
+    """A folder of this host.
+
+    Args:
+        root: A path, with or without ``file://`` and ``~``; it need not exist.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = local_path(root)
+
+    def __repr__(self) -> str:
+        return f"LocalStorage({self._root!r})"
+
+    @property
+    def url(self) -> str:
+        """The absolute path."""
+        return self._root
+
+    @property
+    def is_local(self) -> bool:
+        """Always True."""
+        return True
+
+    def child(self, path: str) -> "LocalStorage":
+        """Returns the storage of a folder below this one."""
+        return LocalStorage(self._absolute(path))
+
+    def read(self, path: str) -> bytes:
+        """Returns a whole file.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+        """
+        target = self._absolute(path)
+        with _explained(target, "reading"):
+            return Path(target).read_bytes()
+
+    def open_input(self, path: str, size_bytes: int | None = None) -> BinaryIO:  # noqa: ARG002 - part of the seam
+        """Opens a file for reading at any position.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+        """
+        target = self._absolute(path)
+        with _explained(target, "reading"):
+            return Path(target).open("rb")
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Writes a file only if none is there yet; returns whether it is the caller's."""
+        target = self._absolute(path)
+        if os.path.lexists(target):
+            return False
+        with _explained(target, "writing"), self._temporary(target, data) as temporary:
+            try:
+                os.link(temporary, target)
+            except OSError as error:
+                # NFS may lose the answer to a link that was made.
+                if os.stat(temporary).st_nlink > 1:
+                    pass
+                elif error.errno == errno.EEXIST:
+                    return False
+                elif error.errno in _NO_LINKS:
+                    if not _write_exclusively(target, data):
+                        return False
+                else:
+                    raise
+            _sync_folder(os.path.dirname(target))
+        return True
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Writes a file in place of the old one, in one step."""
+        target = self._absolute(path)
+        with _explained(target, "writing"), self._temporary(target, data) as temporary:
+            os.replace(temporary, target)
+            _sync_folder(os.path.dirname(target))
+
+    def list(self, path: str = "") -> Listing:
+        """Returns what lies directly in a folder, sorted by path."""
+        folder = self._absolute(path)
+        with _explained(folder, "listing"):
+            return sorted(_entries(folder, checked_path(path)), key=_path_of)
+
+    def walk(self) -> Listing:
+        """Returns every file below the root, sorted by path; links to folders are followed once."""
+        found: Listing = []
+        seen: set[tuple[int, int]] = set()
+        waiting = [""]
+        while waiting:
+            relative = waiting.pop()
+            folder = self._absolute(relative)
+            with _explained(folder, "listing"):
+                try:
+                    status = os.stat(folder)
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
+                if (status.st_dev, status.st_ino) in seen:
+                    continue
+                seen.add((status.st_dev, status.st_ino))
+                for entry in _entries(folder, relative):
+                    if entry.is_folder:
+                        waiting.append(entry.path)
+                    else:
+                        found.append(entry)
+        return sorted(found, key=_path_of)
+
+    def _absolute(self, path: str) -> str:
+        relative = checked_path(path)
+        return os.path.join(self._root, *relative.split("/")) if relative else self._root
+
+    @contextlib.contextmanager
+    def _temporary(self, target: str, data: bytes) -> Generator[str]:
+        """Yields the path of a durable temporary file beside the target, and removes what is left of it."""
+        folder, name = os.path.split(target)
+        os.makedirs(folder, exist_ok=True)
+        # The kernel allows 255 bytes for a name; a long one is shortened, the rest keeps it apart.
+        temporary = os.path.join(folder, f".{name[:40]}.{uuid.uuid4().hex}.tmp")
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            yield temporary
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+
+def _path_of(entry: FileInfo) -> str:
+    return entry.path
+
+
+def _entries(folder: str, relative: str) -> Iterator[FileInfo]:
+    try:
+        scan = os.scandir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    with scan:
+        for entry in scan:
+            if entry.name.startswith(".") and entry.name.endswith(".tmp"):
+                continue
+            try:
+                is_folder = entry.is_dir()
+                status = entry.stat()
+            except FileNotFoundError:
+                continue  # gone since it was listed, or a link to nowhere
+            yield FileInfo(
+                path=f"{relative}/{entry.name}" if relative else entry.name,
+                size_bytes=0 if is_folder else status.st_size,
+                modified_at=status.st_mtime,
+                is_folder=is_folder,
+            )
+
+
+def _write_exclusively(target: str, data: bytes) -> bool:
+    """Creates a file where the filesystem knows no hard links; a reader may catch it half-written."""
+    try:
+        file = open(target, "xb")  # noqa: SIM115 - closed below, after the creation alone was tried
+    except FileExistsError:
+        return False
+    with file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return True
+
+
+def _sync_folder(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network filesystems refuse to sync a folder; the file itself is durable by then.
+        if error.errno not in {errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP}:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _explained(target: str, doing: str) -> Generator[None]:
+    """Turns the kernel's refusals into the package's own errors, with a way out; the rest passes as it is."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        number = error.errno
+        text = error.strerror or str(error)
+        if number in _DENIED:
+            raise StorageDeniedError(
+                f"{doing} {target} was refused ({text}); check the owner and the mode of its folder, "
+                f"or give another one"
+            ) from error
+        if doing == "writing" and number in {errno.ENOTDIR, errno.EEXIST, errno.EISDIR}:
+            raise StorageError(
+                f"{target} cannot be written, because a file stands where a folder is needed, "
+                f"or the other way round ({text}); move it away, or give another folder"
+            ) from error
+        if doing == "writing" and number == errno.ENOENT:
+            raise StorageNotFoundError(
+                f"the folder of {target} does not exist and cannot be made ({text}); "
+                f"make it, or give another one"
+            ) from error
+        if doing == "reading" and number in {errno.ENOTDIR, errno.EISDIR}:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), target) from error
+        if number in _MAY_PASS:
+            raise StorageUnreachableError(f"{doing} {target} failed and may work later ({text})") from error
+        raise

@@ -1,0 +1,59 @@
+"""Encoding of a part: one Parquet file, made whole in memory, so that it can be written in one piece.
+
+Keys are dictionaries, whole numbers among them since they repeat within a tensor's rows. Floating-point
+columns are split by byte before compression: values dominate a file, and their exponents resemble each other.
+Statistics stand only where a reader can skip by them; over all columns they would be half the work.
+No Arrow schema is stored: with it, readers would see dictionaries where `schema` declares text.
+"""
+
+from collections.abc import Mapping
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchinstruments.store.columns import Columns
+
+__all__ = ["encode_columns", "open_part_writer"]
+
+_COMPRESSION = "zstd"
+_COMPRESSION_LEVEL = 1
+_SKIPPABLE = ("sample_id", "attempt", "forward_index", "timestamp", "started_at")
+
+
+def encode_columns(columns: Columns, metadata: Mapping[bytes, bytes]) -> bytes:
+    """Returns a part's bytes (writer thread).
+
+    Args:
+        columns: Rows in the inner order of a part, and its row groups.
+        metadata: From `schema.metadata`.
+    """
+    sink = pa.BufferOutputStream()
+    with open_part_writer(sink, columns.table.schema) as writer:
+        start = 0
+        for rows in columns.group_rows:
+            writer.write_table(columns.table.slice(start, rows), row_group_size=rows)
+            start += rows
+        writer.add_key_value_metadata(dict(metadata))
+    return sink.getvalue().to_pybytes()
+
+
+def open_part_writer(sink: pa.NativeFile | BinaryIO, table_schema: pa.Schema) -> pq.ParquetWriter:
+    """Returns a writer with the encodings of a part; the caller adds key-value metadata and closes it.
+
+    Args:
+        sink: Where the bytes go.
+        table_schema: One of `schema.TABLE_SCHEMAS`; text columns may be dictionaries.
+    """
+    floats = [field.name for field in table_schema if pa.types.is_floating(field.type)]
+    return pq.ParquetWriter(
+        sink,
+        table_schema,
+        version="2.6",
+        compression=_COMPRESSION,
+        compression_level=_COMPRESSION_LEVEL,
+        use_dictionary=[name for name in table_schema.names if name not in floats],
+        use_byte_stream_split=floats,
+        store_schema=False,
+        write_statistics=[name for name in _SKIPPABLE if name in table_schema.names],
+    )

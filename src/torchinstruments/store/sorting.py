@@ -1,0 +1,257 @@
+"""Puts each listed file of a run where it belongs, and reads its documents.
+
+Whatever a document says of itself has to agree with the place it lies in; where it does not, it is set aside.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torchinstruments.records import GenerationRecord
+from torchinstruments.store import layout
+from torchinstruments.store.documents import (
+    UnusableFileError,
+    decode_document,
+    decode_generation,
+    read_document,
+)
+from torchinstruments.store.found import CatalogFile, ManifestFile, PartFile, RankInventory, SetAside
+from torchinstruments.store.manifest import Manifest, decode_manifest
+from torchinstruments.store.storage import FileInfo, Storage
+
+__all__ = ["FileSorter", "LocatedFile", "locate", "map_over_network"]
+
+_READERS = 16
+_UNKNOWN_GENERATION = 2**31
+_PARTS = ".parts"
+_KNOWN_FILES = ("result.json", "index.md", "history.parquet")
+_KNOWN_PREFIXES = (".", "checks-")
+
+_Input = TypeVar("_Input")
+_Output = TypeVar("_Output")
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedFile:
+    """A listed file, its path taken apart.
+
+    Attributes:
+        source: Index of the folder that was listed.
+        info: As listed.
+        folder: Path below that folder, without the name; ``""`` for the folder itself.
+        name: The last segment.
+    """
+
+    source: int
+    info: FileInfo
+    folder: str
+    name: str
+
+
+def locate(source: int, info: FileInfo) -> LocatedFile:
+    """Returns a listed file with its path taken apart."""
+    folder, _, name = info.path.rpartition("/")
+    return LocatedFile(source, info, folder, name)
+
+
+def map_over_network(
+    function: Callable[[_Input], _Output], items: Sequence[_Input], *, is_local: bool
+) -> list[_Output]:
+    """Applies a function that waits for a store, several at a time where that is behind a network.
+
+    Returns:
+        Results in the order of the items.
+    """
+    if is_local or not items:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(min(_READERS, len(items)), thread_name_prefix="torchinstruments-reader") as pool:
+        return list(pool.map(function, items))
+
+
+class FileSorter:
+    """Puts each listed file where it belongs."""
+
+    def __init__(self, *, run_id: str, storages: Sequence[Storage]) -> None:
+        self._run_id = run_id
+        self._storages = storages
+        self.set_aside: list[SetAside] = []
+        self.strange: list[tuple[int, str]] = []
+        self._generation_files: list[LocatedFile] = []
+        self._manifest_files: list[LocatedFile] = []
+        self._catalog_files: list[LocatedFile] = []
+        self._part_files: list[tuple[LocatedFile, str, layout.PartName]] = []
+        self._manifests: dict[str, list[ManifestFile]] = {}
+        self._generations: list[GenerationRecord] = []
+
+    def belongs(self, file: LocatedFile) -> bool:
+        """Takes a file if it is of this run, and tells whether it did."""
+        if file.folder == layout.GENERATIONS:
+            if layout.parse_generation(file.name) is None:
+                self._note_strange(file)
+                return False
+            self._generation_files.append(file)
+            return True
+        folder, _, last = file.folder.rpartition("/")
+        if last.endswith(_PARTS):
+            return self._take_part(file, folder, last.removesuffix(_PARTS))
+        if file.folder and layout.parse_rank_folder(file.folder) is None:
+            return False  # merged/, tensorboard/, another run beside this one, whatever the user keeps here
+        if layout.parse_manifest(file.name) is not None:
+            self._manifest_files.append(file)
+            return True
+        if layout.parse_modules(file.name) is not None:
+            self._catalog_files.append(file)
+            return True
+        if file.folder and not _is_known(file.name):
+            self._note_strange(file)
+        return file.folder == "" and file.name == layout.RUN_FILE
+
+    def _take_part(self, file: LocatedFile, rank_folder: str, table: str) -> bool:
+        if table not in layout.TABLES or (rank_folder and layout.parse_rank_folder(rank_folder) is None):
+            return False
+        name = layout.parse_part(file.name)
+        if name is None:
+            self._note_strange(file)
+            return False
+        self._part_files.append((file, table, name))
+        return True
+
+    def _note_strange(self, file: LocatedFile) -> None:
+        # A name with a leading dot is a file that is being written, or was when its writer died.
+        if not file.name.startswith("."):
+            self.strange.append((file.source, file.info.path))
+
+    def read_documents(self) -> None:
+        """Reads manifests and generations, several at a time where they lie behind a network."""
+        is_local = all(storage.is_local for storage in self._storages)
+        files = [*self._manifest_files, *self._generation_files]
+        for file, document in zip(files, map_over_network(self._read, files, is_local=is_local), strict=True):
+            if isinstance(document, UnusableFileError):
+                self.set_aside.append(SetAside(file.source, file.info.path, document.reason))
+            elif isinstance(document, GenerationRecord):
+                self._generations.append(document)
+            else:
+                found = ManifestFile(document, file.source, file.info.path, file.info.modified_at)
+                self._manifests.setdefault(document.process, []).append(found)
+
+    def _read(self, file: LocatedFile) -> Manifest | GenerationRecord | UnusableFileError:
+        try:
+            data = read_document(self._storages[file.source], file.info.path, file.info.size_bytes)
+            if file.folder == layout.GENERATIONS:
+                return self._check_generation(file, decode_document(data, decode_generation))
+            return self._check_manifest(file, decode_document(data, decode_manifest))
+        except UnusableFileError as error:
+            return error
+
+    def _check_generation(self, file: LocatedFile, record: GenerationRecord) -> GenerationRecord:
+        if record.run_id != self._run_id:
+            raise UnusableFileError("foreign_run")
+        if record.generation != layout.parse_generation(file.name):
+            raise UnusableFileError("misplaced", f"it is of generation {record.generation}")
+        return record
+
+    def _check_manifest(self, file: LocatedFile, manifest: Manifest) -> Manifest:
+        if manifest.run_id != self._run_id:
+            raise UnusableFileError("foreign_run")
+        if manifest.process != layout.parse_manifest(file.name):
+            raise UnusableFileError("misplaced", f"it is of process {manifest.process}")
+        named = layout.parse_rank_folder(file.folder)
+        if named is not None and named != manifest.rank:
+            raise UnusableFileError("misplaced", f"it is of rank {manifest.rank}")
+        return manifest
+
+    def generation_records(self) -> tuple[GenerationRecord, ...]:
+        """The fullest record of each generation, by number."""
+        fullest: dict[int, GenerationRecord] = {}
+        for record in self._generations:
+            seen = fullest.get(record.generation)
+            if seen is None or len(record.members) > len(seen.members):
+                fullest[record.generation] = record
+        return tuple(fullest[number] for number in sorted(fullest))
+
+    def ranks(self) -> dict[int, RankInventory]:
+        """Files by rank."""
+        manifests: dict[int, list[ManifestFile]] = {}
+        for found in self._manifests.values():
+            newest = max(found, key=_by_progress)
+            manifests.setdefault(newest.manifest.rank, []).append(newest)
+        catalogs: dict[int, list[CatalogFile]] = {}
+        for file in self._catalog_files:
+            process = layout.parse_modules(file.name) or ""
+            catalog = CatalogFile(process, file.source, file.info.path, file.info.size_bytes)
+            catalogs.setdefault(self._rank_of(file.folder, process), []).append(catalog)
+        parts = self._parts()
+        return {
+            rank: RankInventory(
+                rank=rank,
+                manifests=tuple(sorted(manifests.get(rank, ()), key=_by_generation)),
+                catalogs=tuple(sorted(catalogs.get(rank, ()), key=_by_process)),
+                parts=parts.get(rank, {}),
+            )
+            for rank in sorted({*manifests, *catalogs, *parts})
+        }
+
+    def _parts(self) -> dict[int, dict[str, tuple[PartFile, ...]]]:
+        seen: dict[tuple[str, str, int], PartFile] = {}
+        for file, table, name in sorted(self._part_files, key=_by_fullness):
+            folder = file.folder.rpartition("/")[0]
+            part = PartFile(
+                table=table,
+                rank=self._rank_of(folder, name.process),
+                process=name.process,
+                sequence=name.sequence,
+                source=file.source,
+                path=file.info.path,
+                size_bytes=file.info.size_bytes,
+                modified_at=file.info.modified_at,
+            )
+            first = seen.setdefault((table, name.process, name.sequence), part)
+            if first is not part:
+                self.set_aside.append(SetAside(part.source, part.path, "duplicate"))
+        grouped: dict[int, dict[str, list[PartFile]]] = {}
+        for part in seen.values():
+            grouped.setdefault(part.rank, {}).setdefault(part.table, []).append(part)
+        return {
+            rank: {
+                table: tuple(sorted(found, key=self._by_writing)) for table, found in sorted(tables.items())
+            }
+            for rank, tables in grouped.items()
+        }
+
+    def _by_writing(self, part: PartFile) -> tuple[int, str, int]:
+        return (self._generation_of(part.process), part.process, part.sequence)
+
+    def _generation_of(self, process: str) -> int:
+        found = self._manifests.get(process)
+        return found[0].manifest.generation if found else _UNKNOWN_GENERATION
+
+    def _rank_of(self, folder: str, process: str) -> int:
+        """The run's own folder does not tell a rank; the manifest does, and else it is a world of one."""
+        named = layout.parse_rank_folder(folder)
+        if named is not None:
+            return named
+        found = self._manifests.get(process)
+        return found[0].manifest.rank if found else 0
+
+
+def _is_known(name: str) -> bool:
+    return name in _KNOWN_FILES or name.startswith((".", *_KNOWN_PREFIXES))
+
+
+def _by_generation(found: ManifestFile) -> tuple[int, str]:
+    return (found.manifest.generation, found.manifest.process)
+
+
+def _by_process(found: CatalogFile) -> tuple[str, int]:
+    return (found.process, found.source)
+
+
+def _by_progress(found: ManifestFile) -> tuple[bool, str, int]:
+    return (found.manifest.status == "closed", found.manifest.written_at, -found.source)
+
+
+def _by_fullness(entry: tuple[LocatedFile, str, layout.PartName]) -> tuple[int, int, str]:
+    """Of a part that was copied twice the longer file first: the other copy may have been cut off."""
+    file = entry[0]
+    return (-file.info.size_bytes, file.source, file.info.path)

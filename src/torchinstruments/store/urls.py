@@ -1,0 +1,170 @@
+"""What an address says before anybody connects: its scheme, its secrets, whether it is local.
+
+An address is a path of this host, a URL, or a chain of URLs in fsspec's way,
+``simplecache::s3://bucket/run``, whose last link ends with the path of the run.
+"""
+
+import os
+import pickle
+import re
+import sys
+from collections.abc import Mapping
+
+from torchinstruments.errors import ConfigurationError
+
+__all__ = [
+    "beside",
+    "check_url",
+    "is_remote",
+    "local_path",
+    "needs_this_process",
+    "redact",
+    "schemes",
+    "scrub",
+    "secrets_of",
+]
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(?!/)")
+_LOCAL = frozenset({"file", "local"})
+# In these the text before "@" names a container, not a user.
+_CONTAINER_BEFORE_AT = frozenset({"abfs", "abfss", "wasb", "wasbs"})
+_WITH_QUERY = frozenset({"http", "https"})
+_KNOWN_REMOTE = frozenset(
+    {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory", "http", "https", "hdfs"}
+)
+_SECRET_NAME = re.compile(
+    r"key|secret|token|passw|credential|sas|connection_string|auth|headers|cookies|private|username",
+    re.IGNORECASE,
+)
+_SHORTEST_SECRET = 6
+
+
+def schemes(url: str) -> tuple[str, ...]:
+    """Returns the scheme of every link, outermost first, in lower case; empty for a path of this host."""
+    if _SCHEME.search(url) is None:
+        return ()
+    found: list[str] = []
+    for link in url.split("::"):
+        match = _SCHEME.match(link)
+        found.append(match[1].lower() if match else link.lower())
+    return tuple(found)
+
+
+def is_remote(url: str) -> bool:
+    """Returns whether an address needs a filesystem client; paths and ``file://`` do not."""
+    return any(scheme not in _LOCAL for scheme in schemes(url))
+
+
+def local_path(url: str) -> str:
+    """Returns the absolute path of a local address. Nothing is decoded, as in fsspec: ``%20`` stays."""
+    path = _SCHEME.sub("", url, count=1) if schemes(url) else url
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def redact(url: str) -> str:
+    """Returns an address without user info, query and fragment, in every link of a chain.
+
+    Paths of this host and ``file://`` URLs have none of these and stay as they are.
+    """
+    if not is_remote(url):
+        return url
+    return "::".join(_redact_link(link) for link in url.split("::"))
+
+
+def _redact_link(link: str) -> str:
+    match = _SCHEME.match(link)
+    if match is None or match[1].lower() in _LOCAL:
+        return link
+    rest = re.split(r"[?#]", link[match.end() :], maxsplit=1)[0]
+    authority, slash, path = rest.partition("/")
+    user, at, host = authority.rpartition("@")
+    if at and match[1].lower() in _CONTAINER_BEFORE_AT and ":" not in user:
+        host = authority
+    return f"{match[0]}{host}{slash}{path}"
+
+
+def check_url(url: str) -> None:
+    """Refuses an address that would be taken for another one than was meant.
+
+    Raises:
+        ConfigurationError: It is empty, lost a slash on its way through a path object, or has a query or
+            fragment that an object store would take as a part of the name.
+    """
+    if not url.strip():
+        raise ConfigurationError(
+            "the address of the run is empty; give a folder, or a URL such as s3://bucket/run"
+        )
+    lost = _LOST_SLASH.match(url)
+    if lost is not None and lost[1].lower() in _KNOWN_REMOTE:
+        raise ConfigurationError(
+            f"{url!r} looks like a URL that lost a slash, as happens in a pathlib.Path; "
+            f"give it as text, with {lost[1]}://"
+        )
+    for link in url.split("::") if is_remote(url) else ():
+        match = _SCHEME.match(link)
+        if match and match[1].lower() not in _LOCAL | _WITH_QUERY and re.search(r"[?#]", link):
+            raise ConfigurationError(
+                f"the URL {redact(url)!r} was given with a query or a fragment, which {match[1]}:// would "
+                f"take as a part of the name; leave it out, and give settings in storage_options"
+            )
+
+
+def beside(url: str, run_id: str) -> str:
+    """Returns the address of the folder that a run takes where another run holds `url` already."""
+    return f"{url.rstrip('/')}/run-{run_id}"
+
+
+def needs_this_process(url: str, storage_options: Mapping[str, object] | None) -> bool:
+    """Returns whether only this process can reach an address, so that no helper process can do it.
+
+    That is so for ``memory://``, for a scheme that the program registered itself in this process, and where
+    `storage_options` hold an object that cannot be sent to another process.
+    """
+    links = schemes(url)
+    if "memory" in links:
+        return True
+    registry = sys.modules.get("fsspec.registry")
+    if registry is not None and any(
+        scheme in registry.registry and scheme not in registry.known_implementations for scheme in links
+    ):
+        return True
+    try:
+        pickle.dumps(dict(storage_options or {}))
+    except Exception:  # noqa: BLE001 - any object may refuse in its own way, and each refusal is the answer
+        return True
+    return False
+
+
+def secrets_of(url: str, storage_options: Mapping[str, object] | None) -> tuple[str, ...]:
+    """Returns the texts that must not appear in any file or message, longest first."""
+    found: set[str] = set()
+    for link in url.split("::"):
+        match = _SCHEME.match(link)
+        if match is None:
+            continue
+        rest = re.split(r"[?#]", link[match.end() :], maxsplit=1)
+        user, at, _ = rest[0].partition("/")[0].rpartition("@")
+        found.update(part for part in (*user.split(":"), *rest[1:]) if at or part in rest[1:])
+    _collect_secrets(storage_options or {}, found, is_secret=False)
+    return tuple(
+        sorted((text for text in found if len(text) >= _SHORTEST_SECRET), key=lambda text: (-len(text), text))
+    )
+
+
+def _collect_secrets(value: object, found: set[str], *, is_secret: bool) -> None:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _collect_secrets(inner, found, is_secret=is_secret or bool(_SECRET_NAME.search(str(name))))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for inner in value:
+            _collect_secrets(inner, found, is_secret=is_secret)
+    elif is_secret and isinstance(value, str):
+        found.add(value)
+
+
+def scrub(text: str, secrets: tuple[str, ...]) -> str:
+    """Returns a text in which every secret is replaced by three asterisks."""
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return text

@@ -1,0 +1,416 @@
+"""From resolved samples to durable parts and documents of one process; used by one thread at a time.
+
+Rows become durable when ``buffer_rows`` of them are buffered, or 30 s after they were. A row of ``samples``
+is written when its sample is settled, or 25 s after its forward; a sample that changes after that gives a
+further, superseding row. The manifest is written at the start, then at most once a minute and at least every
+5 minutes even when nothing else happens: it is the heartbeat by which readers tell a live process from a dead
+one.
+
+A target that refuses (a full disk) never stops anything: parts wait in memory within a bound, are tried
+again, and are given up and counted beyond it.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Protocol
+
+import pyarrow as pa
+
+from torchinstruments.config import HistoryConfig
+from torchinstruments.records import (
+    AttemptRecord,
+    Claim,
+    Counters,
+    ErrorRecord,
+    Identity,
+    ModuleRecord,
+    Sample,
+)
+from torchinstruments.store import layout, schema
+from torchinstruments.store.buffering import HistoryBuffer, SampleTallies, StepsBuffer, num_rows
+from torchinstruments.store.catalog import ModuleCatalog
+from torchinstruments.store.columns import (
+    Columns,
+    Origin,
+    SampleRow,
+    history_columns,
+    samples_columns,
+    steps_columns,
+)
+from torchinstruments.store.manifest import MAX_ERRORS, Manifest, TableState, encode_document
+from torchinstruments.store.parts import encode_columns
+from torchinstruments.store.target import PartTarget
+from torchinstruments.store.waiting import MAX_WAITING_BYTES, EncodedPart, WaitingParts
+
+__all__ = ["Clock", "RankWriter", "SystemClock"]
+
+DOCUMENTS_AT_MOST_EVERY_S = 60.0
+"""A document that changed is rewritten no sooner than so many seconds after the last time."""
+
+HEARTBEAT_S = 240.0
+"""A manifest is rewritten after so many seconds even when nothing changed; readers are promised 300."""
+
+NEXT_WRITE_DUE_S = 300.0
+"""What the manifest promises its readers."""
+
+KEEP_ALIVE_EVERY_S = 30.0
+"""How often the target is asked to see to whatever carries parts further."""
+
+_MAX_MESSAGE_CHARACTERS = 500
+
+_UNSTORABLE = (ValueError, TypeError, OverflowError, AttributeError, pa.ArrowException)
+"""What a row that cannot become a column raises."""
+
+
+class Clock(Protocol):
+    """The two clocks that a writer reads."""
+
+    def monotonic_s(self) -> float:
+        """Returns seconds that never run backwards (writer thread)."""
+        ...
+
+    def wall_us(self) -> int:
+        """Returns microseconds since the epoch, UTC (writer thread)."""
+        ...
+
+
+class SystemClock:
+    """This host's clocks."""
+
+    def monotonic_s(self) -> float:
+        """Returns `time.monotonic`."""
+        return time.monotonic()
+
+    def wall_us(self) -> int:
+        """Returns `time.time_ns` in microseconds."""
+        return time.time_ns() // 1000
+
+
+class RankWriter:
+    """Writes what one process observed (writer thread only, apart from `counters`).
+
+    Args:
+        identity: Who the process is.
+        claim: Run, generation and first sample id, as the ranks agreed on them.
+        config: When rows are due.
+        target: Where they become durable.
+        counters: What the training side counted so far; rows, parts and bytes are added here.
+        report: Told of each failure to store, as ``("storage", error)``.
+        clock: Clocks.
+        spool_path: Folder of the spool on this host, where there is one; for the manifest.
+        max_waiting_bytes: Encoded bytes that may wait for a target that refuses.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        claim: Claim,
+        config: HistoryConfig,
+        target: PartTarget,
+        *,
+        counters: Callable[[], Counters] = Counters,
+        report: Callable[[str, Exception], None] | None = None,
+        clock: Clock | None = None,
+        spool_path: str = "",
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
+    ) -> None:
+        self._identity = identity
+        self._claim = claim
+        self._target = target
+        self._training_counters = counters
+        self._report = report
+        self._clock: Clock = SystemClock() if clock is None else clock
+        self._origin = Origin(claim.generation, identity.rank, identity.process)
+        self._metadata = schema.metadata(
+            schema_version=schema.SCHEMA_VERSION,
+            run_id=claim.run_id,
+            generation=claim.generation,
+            rank=identity.rank,
+            process=identity.process,
+            world_size=identity.world_size,
+        )
+        self._history = HistoryBuffer(config.buffer_rows)
+        self._tallies = SampleTallies(config.buffer_rows)
+        self._steps = StepsBuffer(config.buffer_rows)
+        self._waiting = WaitingParts(target, self._note_failure, max_waiting_bytes)
+        self._dropped_rows: Counter[str] = Counter()
+        self._spool_path = spool_path
+        self._modules: tuple[ModuleRecord, ...] = ()
+        self._errors: deque[ErrorRecord] = deque(maxlen=MAX_ERRORS)
+        self._error_counts: Counter[str] = Counter()
+        self._last_target_error = ""
+        self._started_at = _iso(self._clock.wall_us())
+        self._status = "running"
+        self._catalog_due_s: float | None = None
+        self._catalog_not_before_s = 0.0
+        self._manifest_changed = True
+        self._manifest_tried_s = float("-inf")
+        self._kept_alive_s = self._clock.monotonic_s()
+
+    @property
+    def direct(self) -> bool:
+        """Whether a written part is at once where readers look."""
+        return self._target.direct
+
+    def counters(self) -> Counters:
+        """Returns the training side's counters with what was stored and given up here (any thread)."""
+        training = self._training_counters()
+        own = dict(self._error_counts)
+        return replace(
+            training,
+            rows=self._waiting.durable_rows["history"],
+            rows_dropped=training.rows_dropped + self._rows_dropped("history"),
+            parts=self._waiting.num_parts,
+            bytes=self._waiting.num_bytes,
+            errors={
+                probe: max(own.get(probe, 0), training.errors.get(probe, 0))
+                for probe in sorted({*own, *training.errors})
+            },
+        )
+
+    def start(self, modules: Sequence[ModuleRecord]) -> None:
+        """Writes the manifest and the catalog for the first time."""
+        self._write_manifest()
+        self._modules = tuple(modules)
+        self._write_catalog()
+
+    def set_modules(self, modules: Sequence[ModuleRecord]) -> None:
+        """Takes the catalog, which is written at the next tick, at most once a minute, and at close."""
+        if tuple(modules) != self._modules:
+            self._modules = tuple(modules)
+            self._catalog_due_s = self._catalog_not_before_s
+
+    def add_sample(self, sample: Sample) -> None:
+        """Takes one delivery of a sample."""
+        sample_id = self._claim.first_sample_id + sample.ordinal
+        now_s = self._clock.monotonic_s()
+        self._history.add(sample_id, sample, now_s)
+        self._tallies.add(sample_id, sample, now_s)
+        self._write_history(self._history.take_due(now_s))
+        self._write_samples(self._tallies.take_due(now_s))
+
+    def add_attempts(self, records: Sequence[AttemptRecord]) -> None:
+        """Takes the attempts of a window that closed."""
+        now_s = self._clock.monotonic_s()
+        self._steps.add(records, now_s)
+        self._write_steps(self._steps.take_due(now_s))
+
+    def add_error(self, error: ErrorRecord) -> None:
+        """Keeps an error for the manifest, which has the last hundred, and counts it by probe."""
+        stamped = error if error.at else replace(error, at=_iso(self._clock.wall_us()))
+        self._errors.append(replace(stamped, message=stamped.message[:_MAX_MESSAGE_CHARACTERS]))
+        self._error_counts[error.probe] += 1
+        self._manifest_changed = True
+
+    def tick(self) -> None:
+        """Does what is due; called about once a second."""
+        now_s = self._clock.monotonic_s()
+        self._write_history(self._history.take_due(now_s))
+        self._write_samples(self._tallies.take_due(now_s))
+        self._write_steps(self._steps.take_due(now_s))
+        self._waiting.write(now_s)
+        if now_s - self._kept_alive_s >= KEEP_ALIVE_EVERY_S:
+            self._kept_alive_s = now_s
+            self._keep_alive()
+        if self._catalog_due_s is not None and now_s >= self._catalog_due_s:
+            self._write_catalog()
+        due_after_s = DOCUMENTS_AT_MOST_EVERY_S if self._manifest_changed else HEARTBEAT_S
+        if now_s - self._manifest_tried_s >= due_after_s:
+            self._write_manifest()
+
+    def flush(self) -> bool:
+        """Makes everything durable that was taken so far.
+
+        Returns:
+            False where the target refused and rows wait.
+        """
+        self._write_history(self._history.take_all())
+        self._write_samples(self._tallies.take_all())
+        self._write_steps(self._steps.take_all())
+        self._waiting.write(self._clock.monotonic_s(), at_once=True)
+        return not self._waiting
+
+    def close(self, timeout_s: float) -> bool:
+        """Makes everything durable, waits until it is where readers look, and marks the manifest closed.
+
+        Args:
+            timeout_s: How long to wait for whatever carries parts further; 0 does not wait.
+
+        Returns:
+            False where rows still wait here or in the spool.
+        """
+        if self._status == "closed":
+            return not self._waiting
+        began_s = self._clock.monotonic_s()
+        flushed = self.flush()
+        if self._catalog_due_s is not None:
+            self._write_catalog()
+        arrived = self._target.direct or timeout_s <= 0 or self._target.finish(timeout_s)
+        self._status = "closed"
+        self._write_manifest()
+        left_s = timeout_s - (self._clock.monotonic_s() - began_s)
+        return self._target.finish(max(left_s, 0.0)) and arrived and flushed
+
+    def _write_history(self, deliveries: list[tuple[int, Sample]]) -> None:
+        if not deliveries:
+            return
+        try:
+            columns = history_columns(deliveries, self._origin)
+        except _UNSTORABLE:
+            deliveries = [entry for entry in deliveries if self._can_be_stored(entry)]
+            if not deliveries:
+                return
+            columns = history_columns(deliveries, self._origin)
+        last = max(deliveries, key=_sample_id)
+        self._write("history", columns, last[0], last[1].started_at_us)
+
+    def _can_be_stored(self, delivery: tuple[int, Sample]) -> bool:
+        """Tells one broken delivery from its neighbours, which must not be lost with it."""
+        try:
+            history_columns([delivery], self._origin)
+        except _UNSTORABLE as error:
+            self._give_up("history", num_rows(delivery[1]), error)
+            return False
+        return True
+
+    def _write_samples(self, rows: list[SampleRow]) -> None:
+        if not rows:
+            return
+        try:
+            columns = samples_columns(rows, self._origin)
+        except _UNSTORABLE as error:
+            self._give_up("samples", len(rows), error)
+        else:
+            self._write("samples", columns, rows[-1].sample_id, rows[-1].started_at_us)
+
+    def _write_steps(self, records: list[AttemptRecord]) -> None:
+        if not records:
+            return
+        try:
+            columns = steps_columns(records, self._origin)
+        except _UNSTORABLE as error:
+            self._give_up("steps", len(records), error)
+        else:
+            self._write("steps", columns)
+
+    def _write(self, table: str, columns: Columns, sample_id: int | None = None, sample_us: int = 0) -> None:
+        try:
+            data = encode_columns(columns, self._metadata)
+        except _UNSTORABLE as error:
+            self._give_up(table, columns.table.num_rows, error)
+            return
+        self._waiting.add(EncodedPart(table, columns.table.num_rows, data, sample_id, sample_us))
+        self._waiting.write(self._clock.monotonic_s())
+        self._manifest_changed = True
+
+    def _give_up(self, table: str, rows: int, error: Exception) -> None:
+        self._dropped_rows[table] += rows
+        self._note_failure(error)
+
+    def _keep_alive(self) -> None:
+        if self._target.direct:
+            return  # what fails there is raised where it is written
+        try:
+            self._target.keep_alive()
+            last_error = self._target.state().last_error
+        except OSError as error:
+            self._note_failure(error)
+            return
+        if last_error and last_error != self._last_target_error:
+            self._note_failure(OSError(last_error))
+        self._last_target_error = last_error
+
+    def _write_catalog(self) -> None:
+        catalog = ModuleCatalog(
+            schema_version=schema.SCHEMA_VERSION,
+            run_id=self._claim.run_id,
+            generation=self._claim.generation,
+            rank=self._identity.rank,
+            process=self._identity.process,
+            modules=self._modules,
+        )
+        name = layout.modules_file("", self._identity.process)
+        self._catalog_not_before_s = self._clock.monotonic_s() + DOCUMENTS_AT_MOST_EVERY_S
+        written = self._write_document(name, catalog)
+        self._catalog_due_s = None if written else self._catalog_not_before_s
+
+    def _write_manifest(self) -> None:
+        self._manifest_tried_s = self._clock.monotonic_s()
+        name = layout.manifest_file("", self._identity.process)
+        self._manifest_changed = not self._write_document(name, self._manifest())
+
+    def _write_document(self, name: str, document: object) -> bool:
+        try:
+            self._target.write_document(name, encode_document(document))
+        except OSError as error:
+            self._note_failure(error)
+            return False
+        return True
+
+    def _manifest(self) -> Manifest:
+        identity = self._identity
+        last_us = self._waiting.last_sample_us
+        return Manifest(
+            schema_version=schema.SCHEMA_VERSION,
+            run_id=self._claim.run_id,
+            generation=self._claim.generation,
+            rank=identity.rank,
+            world_size=identity.world_size,
+            process=identity.process,
+            host=identity.host,
+            pid=identity.pid,
+            local_rank=identity.local_rank,
+            node_rank=identity.node_rank,
+            launcher=identity.launcher,
+            restart_count=identity.restart_count,
+            device=identity.device,
+            mesh_coordinates=identity.mesh_coordinates,
+            mesh_axis_names=identity.mesh_axis_names,
+            verified=self._claim.verified,
+            first_sample_id=self._claim.first_sample_id,
+            last_sample_id=self._waiting.last_sample_id,
+            last_sample_at=_iso(last_us) if self._waiting.last_sample_id is not None else "",
+            started_at=self._started_at,
+            written_at=_iso(self._clock.wall_us()),
+            status=self._status,
+            next_write_due_s=NEXT_WRITE_DUE_S,
+            tables=self._table_states(),
+            spool_path=self._spool_path,
+            counters=self.counters(),
+            errors=tuple(self._errors),
+        )
+
+    def _table_states(self) -> dict[str, TableState]:
+        states = self._target.state().tables
+        return {
+            table: replace(
+                states.get(table, TableState()),
+                rows_dropped=states.get(table, TableState()).rows_dropped + self._rows_dropped(table),
+            )
+            for table in layout.TABLES
+        }
+
+    def _rows_dropped(self, table: str) -> int:
+        return self._dropped_rows[table] + self._waiting.dropped_rows[table]
+
+    def _note_failure(self, error: Exception) -> None:
+        """Counts a failure to store; one that repeats itself is listed once, lest it push out all others."""
+        text = str(error)[:_MAX_MESSAGE_CHARACTERS]
+        repeated = any(known.probe == "storage" and known.message == text for known in self._errors)
+        if repeated:
+            self._error_counts["storage"] += 1
+        else:
+            self.add_error(ErrorRecord("storage", "", type(error).__name__, text))
+        if self._report is not None:
+            self._report("storage", error)
+
+
+def _sample_id(delivery: tuple[int, Sample]) -> int:
+    return delivery[0]
+
+
+def _iso(microseconds: int) -> str:
+    return datetime.fromtimestamp(microseconds / 1e6, UTC).isoformat()

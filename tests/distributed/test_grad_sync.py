@@ -1,0 +1,85 @@
+"""What DDP decides, read in the root forward's pre-hook and compared with what became of the gradients."""
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchinstruments.ranks.grad_sync import read_grad_sync
+from torchinstruments.records import GradSync
+
+
+def _run(
+    attach_inner: bool, compiled: bool, no_sync_forward: bool, no_sync_backward: bool
+) -> tuple[GradSync, bool]:
+    """Returns what was read, and whether the gradient really is the mean of all ranks."""
+    inner = nn.Linear(1, 1, bias=False)
+    wrapper = DistributedDataParallel(inner)
+    called: nn.Module = wrapper
+    if compiled:
+        optimized = torch.compile(wrapper, backend="eager")
+        assert isinstance(optimized, nn.Module)
+        called = optimized
+    attached = inner if attach_inner else called
+    read: list[GradSync] = []
+
+    def pre_hook(module: nn.Module, _: object) -> None:
+        read.append(read_grad_sync(module, torch.is_grad_enabled(), dist.get_world_size()))
+
+    handle = attached.register_forward_pre_hook(pre_hook)
+    # Each rank's own gradient is its rank plus one, and 1.5 their mean.
+    x = torch.full((1, 1), float(dist.get_rank() + 1))
+    with wrapper.no_sync() if no_sync_forward else nullcontext():
+        loss = called(x).sum()
+    with wrapper.no_sync() if no_sync_backward else nullcontext():
+        loss.backward()
+    handle.remove()
+    assert inner.weight.grad is not None
+    is_mean = inner.weight.grad.item() == 1.5
+    dist.barrier()
+    return read[0], is_mean
+
+
+def _evaluate() -> tuple[GradSync, GradSync]:
+    """Returns what is read in an evaluation forward, and outside any forward."""
+    inner = nn.Linear(1, 1)
+    wrapper = DistributedDataParallel(inner)
+    read: list[GradSync] = []
+
+    def pre_hook(module: nn.Module, _: object) -> None:
+        read.append(read_grad_sync(module, torch.is_grad_enabled(), dist.get_world_size()))
+
+    inner.register_forward_pre_hook(pre_hook)
+    with torch.no_grad():
+        wrapper(torch.ones(1, 1))
+    return read[0], read_grad_sync(nn.Linear(1, 1), True, dist.get_world_size())
+
+
+def test_a_plain_step_is_synchronised_whether_wrapper_or_inner_model_is_attached(rank_pool):
+    """The inner model finds the wrapper that runs."""
+    for attach_inner in (False, True):
+        assert rank_pool.run(_run, attach_inner, False, False, False) == [(GradSync.SYNCED, True)] * 2
+
+
+def test_no_sync_around_the_forward_decides(rank_pool):
+    """Though it is over when the backward runs."""
+    for attach_inner in (False, True):
+        assert rank_pool.run(_run, attach_inner, False, True, False) == [(GradSync.LOCAL, False)] * 2
+
+
+def test_no_sync_around_the_backward_alone_changes_nothing(rank_pool):
+    """DDP decides at the forward, so the flag in the backward would lie."""
+    assert rank_pool.run(_run, False, False, False, True) == [(GradSync.SYNCED, True)] * 2
+
+
+def test_a_compiled_wrapper_is_seen_through(rank_pool):
+    """torch.compile(DDP(model)) is one attribute away."""
+    assert rank_pool.run(_run, False, True, False, False) == [(GradSync.SYNCED, True)] * 2
+    assert rank_pool.run(_run, False, True, True, False) == [(GradSync.LOCAL, False)] * 2
+
+
+def test_an_evaluation_forward_is_local_and_an_unwrapped_model_unknown(rank_pool):
+    """Nothing is reduced without gradients; and nobody knows what a bare model's program does."""
+    assert rank_pool.run(_evaluate) == [(GradSync.LOCAL, GradSync.UNKNOWN)] * 2

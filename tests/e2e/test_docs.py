@@ -1,0 +1,183 @@
+"""What README and docs say is run, and what they list is compared with the code."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from torchinstruments.testing.object_store import object_store
+
+from torchinstruments import inject_observer
+from torchinstruments.environment import SPOOL_DIR
+from torchinstruments.records import Reason
+from torchinstruments.store.schema import TABLE_SCHEMAS
+
+pytestmark = pytest.mark.timeout(300)
+
+PROJECT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    path.relative_to(PROJECT).as_posix()
+    for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "launch/*.md")
+    for path in PROJECT.glob(pattern)
+)
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)#:]+)\)")
+GIVEN = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+
+
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(25):
+        nn.functional.cross_entropy(model(torch.randn(8, 4)), torch.randint(2, (8,))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    language: str
+    text: str
+
+
+BLOCKS = [
+    Block(page, language, text)
+    for page in PAGES
+    for language, text in FENCE.findall((PROJECT / page).read_text(encoding="utf-8"))
+]
+FIRST_COMMANDS = next(block for block in BLOCKS if block.page == "README.md" and block.language == "bash")
+
+
+def run(*command: str, cwd: Path, variables: dict[str, str] | None = None) -> str:
+    """Runs a command that must succeed and returns what it printed."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=os.environ | {"PATH": path} | (variables or {}),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def run_shell(text: str, cwd: Path, variables: dict[str, str] | None = None) -> str:
+    """Runs a shell block, every command of which must succeed."""
+    return run("bash", "-euo", "pipefail", "-c", text, cwd=cwd, variables=variables)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like the project's, in which README's first commands were run."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("launch", "examples"):
+        (folder / name).symlink_to(PROJECT / name)
+    run_shell(FIRST_COMMANDS.text, folder)
+    return folder
+
+
+def test_the_first_commands_write_what_the_readme_shows(checkout: Path) -> None:
+    """After README's two commands both ranks' folders and the merged files lie where its tree shows them."""
+    folder = checkout / "runs" / "first"
+    for name in ("run.json", "generations/000.json", "merged/result.json", "merged/summary.parquet"):
+        assert (folder / name).is_file(), name
+    for rank in ("rank-000", "rank-001"):
+        for pattern in (
+            "process-*.json",
+            "modules-*.json",
+            "history.parts/part-*-000000.parquet",
+            "samples.parts/*",
+        ):
+            assert list((folder / rank).glob(pattern)), f"{rank}/{pattern}"
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        block
+        for block in BLOCKS
+        if block.language == "bash" and block is not FIRST_COMMANDS and "s3://" not in block.text
+    ],
+    ids=lambda block: block.page,
+)
+def test_shell_blocks_run(checkout: Path, block: Block) -> None:
+    """Every command of a block marked bash succeeds."""
+    assert run_shell(block.text, checkout)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [block for block in BLOCKS if block.language == "bash" and "s3://" in block.text],
+    ids=lambda block: block.page,
+)
+def test_shell_blocks_with_an_object_store_run_on_a_real_one(
+    checkout: Path, block: Block, tmp_path: Path
+) -> None:
+    """The same on SeaweedFS: its endpoint and credentials stand in the environment, its bucket exists."""
+    with object_store() as store:
+        for bucket in set(re.findall(r"s3://([\w-]+)/", block.text)):
+            store.make_bucket(bucket)
+        commands = "\n".join(line for line in block.text.splitlines() if not line.startswith("export AWS_"))
+        output = run_shell(commands, checkout, store.env | {SPOOL_DIR: str(tmp_path / "spool")})
+        assert "s3://" in output
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.language == "python"}))
+def test_python_blocks_run(checkout: Path, page: str) -> None:
+    """The Python blocks of a page run one after the other, and each run lies where they say."""
+    text = "\n".join(block.text for block in BLOCKS if block.page == page and block.language == "python")
+    run(sys.executable, "-c", GIVEN + text, cwd=checkout)
+    for folder in re.findall(r'output_dir="([^"]+)"', text):
+        assert (checkout / folder / "run.json").is_file(), folder
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    """Every link of a page to another file names one that exists."""
+    for target in LINK.findall((PROJECT / page).read_text(encoding="utf-8")):
+        assert (PROJECT / page).parent.joinpath(target).exists(), target
+
+
+def test_every_column_is_described() -> None:
+    """The page on storage names each column of each table."""
+    text = (PROJECT / "docs" / "storage-layout.md").read_text(encoding="utf-8")
+    for table, schema in TABLE_SCHEMAS.items():
+        section = text[text.index(f"**{table}**") :]
+        for name in schema.names[3:]:
+            assert f"`{name}`" in section, f"{table}.{name}"
+
+
+def test_described_reasons_exist() -> None:
+    """The reason codes that the page on storage lists are among those that the package writes."""
+    text = (PROJECT / "docs" / "storage-layout.md").read_text(encoding="utf-8")
+    listed = re.search(r"Reasons are codes.*?: (`.*?)\n\n", text, re.DOTALL)
+    assert listed is not None
+    assert set(re.findall(r"`(\w+)`", listed[1])) <= {reason.value for reason in Reason}
+
+
+def test_the_arguments_described_are_those_that_exist() -> None:
+    """The table of arguments lists what inject_observer takes, in its order, and nothing else."""
+    text = (PROJECT / "docs" / "getting-started.md").read_text(encoding="utf-8")
+    table = text[text.index("| argument |") :]
+    described = re.findall(r"^\| `(\w+)` \|", table[: table.index("\n\n")], re.MULTILINE)
+    assert described == list(inspect.signature(inject_observer).parameters)[1:]
+
+
+def test_the_pages_build(tmp_path: Path) -> None:
+    """Sphinx builds the documentation and warns of nothing."""
+    run(sys.executable, "-m", "sphinx", "-nWq", str(PROJECT / "docs"), str(tmp_path), cwd=tmp_path)
+    assert (tmp_path / "index.html").is_file()

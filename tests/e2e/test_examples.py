@@ -1,0 +1,233 @@
+"""The examples and the launch script as a user starts them, compared with what the scripts themselves saw."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import pytest
+
+from torchinstruments import open_run
+
+pytestmark = pytest.mark.timeout(300)
+
+PROJECT = Path(__file__).resolve().parents[2]
+SMALL = ("--batch-size", "3", "--context", "16", "--text-bytes", "100000")
+PROGRAMS = str(Path(sys.executable).parent)
+
+
+def run(
+    *command: str | Path, cwd: Path, expected_code: int = 0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end and returns it; its output is shown where it failed."""
+    environment = os.environ | {"PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}"} | variables
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == expected_code, f"{done.args}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def reference(values: npt.NDArray[np.float64]) -> dict[str, float]:
+    """Returns the nine statistics of finite values, by their definitions, in float64."""
+    flat = values.ravel()
+    assert np.isfinite(flat).all(), "the small model trains without overflow"
+    return {
+        "mean": float(flat.mean()),
+        "std": float(flat.std()),
+        "min": float(flat.min()),
+        "max": float(flat.max()),
+        "p25": float(np.quantile(flat, 0.25)),
+        "p50": float(np.quantile(flat, 0.50)),
+        "p75": float(np.quantile(flat, 0.75)),
+        "zero_fraction": float((flat == 0).mean()),
+        "nonfinite_fraction": 0.0,
+    }
+
+
+def expected_rows(log: Path) -> dict[tuple[int, int, str, str, str], float]:
+    """Returns values by (attempt, micro-batch, layer, signal, metric), from a script's log."""
+    rows: dict[tuple[int, int, str, str, str], float] = {}
+    with np.load(log) as arrays:
+        for key in arrays.files:
+            step, micro_batch, layer, signal = key.split("/")
+            for metric, value in reference(arrays[key]).items():
+                rows[int(step), int(micro_batch), layer, signal, metric] = value
+    return rows
+
+
+def stored_rows(history: pl.DataFrame) -> dict[tuple[int, int, str, str, str], float]:
+    """Returns the same from rows of history, each of which must be there once and have a value."""
+    columns = ("attempt", "micro_batch", "layer", "signal", "metric")
+    rows = {tuple(row[:5]): row[5] for row in history.select(*columns, "value").iter_rows()}
+    assert len(rows) == history.height, "a row is there twice"
+    return rows
+
+
+def assert_close(found: dict[Any, float], expected: dict[Any, float]) -> None:
+    """Compares to 1e-9 of the value, or 1e-13 where the value itself is nearly nothing."""
+    assert set(found) == set(expected)
+    wrong = {
+        key: (found[key], value)
+        for key, value in expected.items()
+        if found[key] is None or not np.isclose(found[key], value, rtol=1e-9, atol=1e-13)
+    }
+    assert not wrong, f"{len(wrong)} of {len(expected)} differ: {dict(list(wrong.items())[:5])}"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A run of ``launch/local.sh`` on two ranks, merged."""
+
+    url: Path
+    log_prefix: Path
+    launch_output: str
+    merge_output: str
+    result: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """Two ranks, six steps of two micro-batches, every second step sampled; from a folder with blanks."""
+    folder = tmp_path_factory.mktemp("a folder with blanks")
+    launch = run(
+        *(PROJECT / "launch" / "local.sh", *SMALL, "--steps", "6", "--sample-every-steps", "2"),
+        *("--log-tensors", folder / "log"),
+        cwd=folder,
+        OUTPUT_DIR="telemetry of a run",
+        NPROC="2",
+    )
+    merge = run("torchinstruments", "merge", "telemetry of a run", cwd=folder)
+    url = folder / "telemetry of a run"
+    result = json.loads((url / "merged" / "result.json").read_text())
+    return Launched(url, folder / "log", launch.stdout + launch.stderr, merge.stdout + merge.stderr, result)
+
+
+def test_basic_training_prints_the_folder_that_its_samples_lie_in(tmp_path: Path) -> None:
+    """One process with fifty steps leaves five samples of its five layers in the folder that it names."""
+    done = run(
+        sys.executable, PROJECT / "examples" / "basic_training.py", "--output-dir", "out", cwd=tmp_path
+    )
+    printed = done.stdout.rsplit("telemetry: ", 1)[1].strip()
+    opened = open_run(printed)
+    assert opened.samples().select("sample_id").unique().collect().height == 5
+    layers = set(opened.history().select("layer").unique().collect()["layer"])
+    assert layers == {"0", "1", "2", "3", "4"}
+    assert (tmp_path / "out" / "history.parquet").exists()
+
+
+def test_local_launch_says_how_to_merge(launched: Launched) -> None:
+    """The launch script prints the folder and a merge command that a shell reads as it is meant."""
+    assert "telemetry of a run" in launched.launch_output
+    assert r"torchinstruments merge telemetry\ of\ a\ run" in launched.launch_output
+
+
+def test_both_ranks_are_there_and_closed(launched: Launched) -> None:
+    """The merge of a whole run expects two ranks, finds both, and sets nothing aside."""
+    coverage = launched.result["coverage"]
+    assert coverage["expected_ranks"] == coverage["present_ranks"] == [0, 1]
+    assert not coverage["missing_ranks"]
+    assert not coverage["quarantined"]
+    assert coverage["rows_dropped"] == 0
+    assert [rank["status"] for rank in launched.result["ranks"]] == ["closed", "closed"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_stored_what_its_script_saw(launched: Launched, rank: int) -> None:
+    """Every number of a rank equals a NumPy float64 reference from the tensors that its script logged."""
+    history = open_run(str(launched.url)).history().filter(pl.col("rank") == rank).collect()
+    expected = expected_rows(Path(f"{launched.log_prefix}-rank-{rank:03d}.npz"))
+    assert {key[0] for key in expected} == {1, 3, 5}
+    assert_close(stored_rows(history), expected)
+
+
+def test_the_merge_keeps_each_ranks_own_values(launched: Launched) -> None:
+    """Per rank the latest, lowest and highest value of a series are those of that rank's reference."""
+    series: dict[tuple[str, str, str, str], dict[tuple[int, int], float]] = {}
+    for rank in (0, 1):
+        for (attempt, micro_batch, layer, signal, metric), value in expected_rows(
+            Path(f"{launched.log_prefix}-rank-{rank:03d}.npz")
+        ).items():
+            series.setdefault((str(rank), layer, signal, metric), {})[attempt, micro_batch] = value
+    found: dict[Any, float] = {}
+    expected: dict[Any, float] = {}
+    for record in launched.result["layers"]:
+        for tensor in record["tensors"]:
+            for statistic in tensor["statistics"]:
+                for rank, summary in statistic["ranks"].items():
+                    key = (rank, record["layer"], tensor["signal"], statistic["metric"])
+                    for name in ("latest", "minimum", "maximum"):
+                        found[*key, name] = summary[name]["value"]
+    for key, values in series.items():
+        expected[*key, "latest"] = values[max(values)]
+        expected[*key, "minimum"] = min(values.values())
+        expected[*key, "maximum"] = max(values.values())
+    assert_close(found, expected)
+    assert found["0", "head", "output", "mean", "latest"] != found["1", "head", "output", "mean", "latest"]
+
+
+def test_accumulation_is_told_apart_from_synchronisation(launched: Launched) -> None:
+    """The micro-batch under no_sync is local, the last one of a step synced, and each step was applied."""
+    opened = open_run(str(launched.url))
+    sync = opened.history().select("micro_batch", "grad_sync").unique().collect()
+    assert set(sync.iter_rows()) == {(0, "local"), (1, "synced")}
+    steps = (
+        opened.steps().select("rank", "attempt", "micro_batches", "micro_batches_synced", "outcome").collect()
+    )
+    assert set(steps.iter_rows()) == {
+        (rank, attempt, 2, 1, "applied") for rank in (0, 1) for attempt in range(6)
+    }
+
+
+def test_float16_in_a_world_of_one_keeps_the_loss_scale_beside_scaled_gradients(tmp_path: Path) -> None:
+    """Under autocast and a GradScaler stored gradients are the scaled ones, with the scale beside them."""
+    run(
+        *(sys.executable, PROJECT / "examples" / "ddp_language_model.py", *SMALL, "--fp16", "--steps", "4"),
+        *("--sample-every-steps", "4", "--output-dir", "out", "--log-tensors", "log"),
+        cwd=tmp_path,
+    )
+    history = open_run(str(tmp_path / "out")).history().collect()
+    assert_close(stored_rows(history), expected_rows(tmp_path / "log-rank-000.npz"))
+    gradients = history.filter(pl.col("signal") == "output_gradient")
+    assert set(gradients["scale_provenance"]) == {"gradscaler"}
+    assert set(gradients["loss_scale"]) == {65536.0}
+    assert "float16" in set(history["dtype"])
+
+
+def test_local_launch_without_torchrun_uses_the_given_python(tmp_path: Path) -> None:
+    """Where no torchrun is on the PATH, the module of the interpreter in PYTHON starts the ranks."""
+    done = run(
+        *(PROJECT / "launch" / "local.sh", "--help"),
+        cwd=tmp_path,
+        PATH="/usr/bin:/bin",
+        PYTHON=sys.executable,
+        NPROC="1",
+    )
+    assert "--sample-every-steps" in done.stdout
+    assert "telemetry goes to:  runs/" in done.stdout
+
+
+def test_local_launch_fails_where_its_script_fails(tmp_path: Path) -> None:
+    """An option that the script does not know ends the launch with torchrun's own exit code."""
+    done = run(PROJECT / "launch" / "local.sh", "--no-such-option", cwd=tmp_path, expected_code=1, NPROC="1")
+    assert "--no-such-option" in done.stderr
+
+
+def test_the_demo_ends_with_a_table_and_the_result(tmp_path: Path) -> None:
+    """The demonstration exits with 0, prints both ranks side by side, and names a result that exists."""
+    done = run(sys.executable, PROJECT / "launch" / "demo.py", tmp_path / "run", cwd=tmp_path)
+    assert "rank 0      rank 1" in done.stdout
+    printed = Path(done.stdout.rsplit("result: ", 1)[1].strip())
+    assert json.loads(printed.read_text())["coverage"]["present_ranks"] == [0, 1]

@@ -1,0 +1,5 @@
+"""Stores for the tests of this folder."""
+
+from storage.stores import bucket, seaweed
+
+__all__ = ["bucket", "seaweed"]

@@ -1,0 +1,415 @@
+"""What a merge says was expected and was there, and what it sets aside."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from merge.run_folder import RunFolder, process_of, whole_rank, whole_run
+from torchinstruments.errors import ConfigurationError, RunFormatError
+from torchinstruments.merge.engine import merge_run
+from torchinstruments.records import Counters, Member, ModuleRecord
+from torchinstruments.store.manifest import TableState
+
+
+def coverage_of(run: RunFolder, **arguments: Any) -> dict[str, Any]:
+    """Merges a run and returns the section."""
+    coverage: Any = merge_run(run.url, **arguments).result["coverage"]
+    return coverage
+
+
+def test_a_whole_run_is_complete(tmp_path: Path) -> None:
+    """A run in which every rank left everything is complete."""
+    merged = merge_run(whole_run(tmp_path / "run").url)
+    assert merged.complete
+    coverage: Any = merged.result["coverage"]
+    assert coverage["expected_ranks"] == coverage["present_ranks"] == [0, 1]
+    assert coverage["complete"]
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    """Of a world of 3 where a rank left nothing, that rank is named and the others are merged."""
+    run = RunFolder(tmp_path / "run", world_size=3).run()
+    run.generation(0, [Member(rank, process_of(rank), "host-a", rank, observing=True) for rank in range(3)])
+    whole_rank(run, 0)
+    whole_rank(run, 2)
+    merged = merge_run(run.url)
+    coverage: Any = merged.result["coverage"]
+    generations: Any = merged.result["generations"]
+    assert not merged.complete
+    assert (coverage["present_ranks"], coverage["missing_ranks"]) == ([0, 2], [1])
+    assert generations[0]["missing_ranks"] == [1]
+    assert set(merged.summary()["rank"]) == {0, 2}
+
+
+def test_a_rank_with_a_manifest_and_no_rows_is_present(tmp_path: Path) -> None:
+    """A rank that attached and measured nothing is there."""
+    run = RunFolder(tmp_path / "run", world_size=2).run()
+    run.generation()
+    whole_rank(run, 0)
+    run.manifest(1, process_of(1))
+    coverage = coverage_of(run)
+    assert (coverage["present_ranks"], coverage["missing_ranks"]) == ([0, 1], [])
+    assert coverage["alignment"]["ranks_without_samples"] == [1]
+    assert coverage["complete"]
+
+
+def emptied(_: bytes) -> bytes:
+    """A file that was opened and never written."""
+    return b""
+
+
+def truncated(data: bytes) -> bytes:
+    """A file that was cut off."""
+    return data[:200]
+
+
+def garbage(_: bytes) -> bytes:
+    """A file of something else."""
+    return b"x" * 500
+
+
+def damaged(data: bytes) -> bytes:
+    """A file whose pages are damaged and whose footer is not."""
+    return data[:4] + bytes(255 - byte for byte in data[4:600]) + data[600:]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (emptied, "empty_file"),
+        (truncated, "truncated"),
+        (garbage, "not_parquet"),
+        (damaged, "unreadable"),
+    ],
+    ids=["zero-byte", "truncated", "not Parquet", "damaged page"],
+)
+def test_a_bad_part_is_set_aside(tmp_path: Path, spoil: Callable[[bytes], bytes], reason: str) -> None:
+    """A bad part is named with its reason, leaves no trace in the numbers, and the rest is merged."""
+    run = whole_run(tmp_path / "run")
+    part = run.history(
+        1, [{"sample_id": i, "value": -1e9, "layer": f"bad{i}"} for i in range(10, 400)], process_of(1), 1
+    )
+    part.write_bytes(spoil(part.read_bytes()))
+    merged = merge_run(run.url)
+    coverage: Any = merged.result["coverage"]
+    assert not merged.complete
+    [one] = coverage["quarantined"]
+    assert one["file"] == f"rank-001/history.parts/part-{process_of(1)}-000001.parquet"
+    assert one["reason"].startswith(reason)
+    summary = merged.summary()
+    assert summary["observations"].to_list() == [4, 4]
+    assert summary["layer"].unique().to_list() == ["fc"]
+
+
+def test_an_unknown_schema_version_of_a_part_is_set_aside(tmp_path: Path) -> None:
+    """A part of a later schema is set aside by its version."""
+    run = whole_run(tmp_path / "run")
+    run.history(0, [{"sample_id": 9, "value": 1.0}], process_of(0), 1, schema_version=99)
+    [one] = coverage_of(run)["quarantined"]
+    assert one["reason"] == "unknown_schema_version: 99"
+
+
+def test_an_unknown_schema_version_of_the_run_is_refused(tmp_path: Path) -> None:
+    """A run of a later schema is not merged at all."""
+    run = RunFolder(tmp_path / "run", schema_version=99).run()
+    with pytest.raises(RunFormatError, match="99"):
+        merge_run(run.url)
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    """A folder without run.json is no run, and nothing is written into it."""
+    with pytest.raises(RunFormatError, match=r"run\.json"):
+        merge_run(str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_parts_of_another_run_are_counted_and_left_out(tmp_path: Path) -> None:
+    """A part that another run left here is counted, not merged, and not called bad."""
+    run = whole_run(tmp_path / "run")
+    run.history(0, [{"sample_id": 9, "value": 99.0}], "000000ff", 0, run_id="run-b")
+    merged = merge_run(run.url)
+    coverage: Any = merged.result["coverage"]
+    assert (coverage["foreign_parts"], coverage["quarantined"]) == (1, [])
+    assert not merged.complete
+    assert merged.summary()["maximum_value"].to_list() == [3.0, 13.0]
+
+
+def test_a_file_that_is_no_part_is_named(tmp_path: Path) -> None:
+    """A file between parts that has no part's name is set aside by name."""
+    run = whole_run(tmp_path / "run")
+    run.write("rank-000/history.parts/notes.txt", b"mine")
+    [one] = coverage_of(run)["quarantined"]
+    assert one == {"file": "rank-000/history.parts/notes.txt", "reason": "unexpected_name"}
+
+
+def test_rows_that_disagree_are_reported_and_kept(tmp_path: Path) -> None:
+    """Rows that tell another rank than their folder are reported with their number, and merged."""
+    run = whole_run(tmp_path / "run")
+    rows = [{"sample_id": 9, "value": 9.0, "rank": 5}, {"sample_id": 10, "value": 10.0}]
+    path = run.history(1, rows, process_of(1), 1)
+    merged = merge_run(run.url)
+    coverage: Any = merged.result["coverage"]
+    assert coverage["disagreements"] == [
+        {
+            "file": str(path.relative_to(run.root)),
+            "column": "rank",
+            "found": "5",
+            "expected": "1",
+            "rows": 1,
+        }
+    ]
+    assert coverage["quarantined"] == []
+    assert merged.summary().filter(rank=1)["observations"].to_list() == [6]
+
+
+def test_rows_of_another_generation_than_the_manifest_are_reported(tmp_path: Path) -> None:
+    """Rows that tell another generation than the manifest of their process are reported."""
+    run = whole_run(tmp_path / "run")
+    run.history(0, [{"sample_id": 9, "value": 9.0}], process_of(0), 1, generation=4)
+    [one] = coverage_of(run)["disagreements"]
+    assert (one["column"], one["found"], one["expected"], one["rows"]) == ("generation", "4", "0", 1)
+
+
+def test_parts_that_a_manifest_counts_and_nobody_finds_are_lost(tmp_path: Path) -> None:
+    """Parts that a manifest counts and that do not lie there are lost; gaps that it announces are not."""
+    run = whole_run(tmp_path / "run")
+    tables = {"history": TableState(next_part=5, missing=(2,)), "samples": TableState(next_part=1)}
+    run.manifest(0, process_of(0), tables=tables)
+    coverage = coverage_of(run)
+    assert coverage["missing_parts"] == [
+        {"rank": 0, "process": process_of(0), "table": "history", "parts": 3, "first_numbers": [1, 3, 4]}
+    ]
+    assert not coverage["complete"]
+
+
+def test_dropped_and_spooled_rows_are_counted(tmp_path: Path) -> None:
+    """Rows given up, or still in a host's spool, are counted and make a run incomplete."""
+    run = whole_run(tmp_path / "run")
+    tables = {"history": TableState(next_part=1, rows_dropped=3, rows_in_spool=40)}
+    run.manifest(1, process_of(1), tables=tables, host="host-b", counters=Counters(rows_dropped=7, errors={}))
+    coverage = coverage_of(run)
+    assert (coverage["rows_dropped"], coverage["rows_in_spool"]) == (7, {"host-b": 40})
+    assert not coverage["complete"]
+
+
+def test_a_silent_manifest_means_an_interrupted_rank(tmp_path: Path) -> None:
+    """A running process whose manifest is long overdue by the store's times counts as interrupted."""
+    run = whole_run(tmp_path / "run")
+    path = run.manifest(1, process_of(1), status="running")
+    run.manifest(0, process_of(0), status="running")
+    long_ago = time.time() - 3600
+    os.utime(path, (long_ago, long_ago))
+    coverage = coverage_of(run)
+    assert (coverage["interrupted_ranks"], coverage["running_ranks"]) == ([1], [0])
+
+
+def test_a_process_of_an_earlier_generation_is_over(tmp_path: Path) -> None:
+    """A process that never closed and whose group restarted is interrupted, however fresh its manifest."""
+    run = whole_run(tmp_path / "run")
+    run.manifest(1, process_of(1), status="running")
+    run.generation(1, [Member(0, "000000f0", "host-a", 0, observing=True)], world_size=1)
+    run.manifest(0, "000000f0", generation=1, world_size=1)
+    assert coverage_of(run)["interrupted_ranks"] == [1]
+
+
+def test_a_rank_number_held_twice_at_once_is_an_overlap(tmp_path: Path) -> None:
+    """Two processes that held one rank at the same time are named; one after the other they are not."""
+    run = whole_run(tmp_path / "run")
+    run.manifest(1, "000000f1")
+    found = coverage_of(run)["overlapping_ranks"]
+    assert found == [{"rank": 1, "generation": 0, "processes": [process_of(1), "000000f1"]}]
+    run.manifest(
+        1, "000000f1", started_at="2026-02-01T00:00:00+00:00", written_at="2026-02-01T01:00:00+00:00"
+    )
+    assert coverage_of(run)["overlapping_ranks"] == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "members", "complete", "expected", "known"),
+    [
+        ("all", [], False, [0, 1, 2], True),
+        ("all", [(0, True), (1, False), (2, True)], True, [0, 2], True),
+        ("rank0", [], False, [0], True),
+        ("ranks:0,2,9", [], False, [0, 2], True),
+        ("node", [(0, True), (1, False), (2, True)], True, [0, 2], True),
+        ("node", [(0, True)], False, [0], False),
+        ("callable:mine", [], False, [], False),
+    ],
+)
+def test_the_rank_policy_tells_who_is_expected(
+    tmp_path: Path,
+    policy: str,
+    members: list[tuple[int, bool]],
+    complete: bool,
+    expected: list[int],
+    known: bool,
+) -> None:
+    """Expected ranks come from policy and members; where these do not tell, the section says so."""
+    run = RunFolder(tmp_path / "run", world_size=3, rank_policy=policy).run()
+    run.generation(
+        0,
+        [Member(rank, process_of(rank), "host-a", rank, observing=observing) for rank, observing in members],
+        complete=complete,
+    )
+    run.manifest(0, process_of(0))
+    coverage = coverage_of(run)
+    assert (coverage["expected_ranks"], coverage["expected_ranks_known"]) == (expected, known)
+
+
+def test_without_generations_the_run_tells_who_is_expected(tmp_path: Path) -> None:
+    """Where no generation was recorded, the world of run.json counts."""
+    run = RunFolder(tmp_path / "run", world_size=2).run()
+    whole_rank(run, 0)
+    assert coverage_of(run)["missing_ranks"] == [1]
+
+
+def test_alignment_tells_the_share_of_common_samples(tmp_path: Path) -> None:
+    """Samples are matched by generation, attempt and forward, not by id; missed ones do not count."""
+    run = RunFolder(tmp_path / "run", world_size=2).run()
+    run.generation()
+    run.manifest(0, process_of(0))
+    run.manifest(1, process_of(1))
+    run.samples(0, [{"sample_id": i, "attempt": 10 + i} for i in range(4)], process_of(0))
+    run.samples(
+        1,
+        [
+            {"sample_id": 0, "attempt": 11},
+            {"sample_id": 1, "attempt": 12, "state": "forward_complete"},
+            {"sample_id": 1, "attempt": 12},
+            {"sample_id": 2, "attempt": 13, "state": "missed"},
+        ],
+        process_of(1),
+    )
+    merged = merge_run(run.url)
+    coverage: Any = merged.result["coverage"]
+    ranks: Any = merged.result["ranks"]
+    alignment = coverage["alignment"]
+    assert alignment["key"] == ["generation", "attempt", "forward_in_attempt"]
+    assert (alignment["samples"], alignment["samples_common_to_all_ranks"]) == (4, 2)
+    assert alignment["share_common_to_all_ranks"] == 0.5
+    assert [(rank["samples"], rank["missed_samples"]) for rank in ranks] == [(4, 0), (2, 1)]
+
+
+def test_without_attempts_forwards_are_matched_by_index(tmp_path: Path) -> None:
+    """Where no optimizer was seen, samples are matched by the index of their forward."""
+    run = RunFolder(tmp_path / "run", world_size=2).run()
+    for rank in range(2):
+        run.manifest(rank, process_of(rank))
+        rows = [{"sample_id": i, "attempt": None, "forward_index": 7 * i + rank} for i in range(2)]
+        run.samples(rank, rows, process_of(rank))
+    alignment = coverage_of(run)["alignment"]
+    assert alignment["key"] == ["generation", "forward_index"]
+    assert alignment["share_common_to_all_ranks"] == 0.0
+
+
+def test_modules_that_never_fired_are_listed_with_their_ranks(tmp_path: Path) -> None:
+    """A layer that never fired is listed; one with values in spite of a stale catalog is not."""
+    run = whole_run(tmp_path / "run", 2)
+    for rank in range(2):
+        modules = [
+            ModuleRecord("fc", "Linear", (), 1, 1, fired=0),
+            ModuleRecord("unused", "Linear", ("old",), 1, 1, fired=0),
+            ModuleRecord("odd", "Linear", (), 1, 1, fired=rank),
+        ]
+        run.catalog(rank, modules, process_of(rank))
+    merged = merge_run(run.url)
+    coverage: Any = merged.result["coverage"]
+    layers: Any = merged.result["layers"]
+    assert coverage["modules_never_fired"] == [
+        {"layer": "unused", "type": "Linear", "ranks": "0-1"},
+        {"layer": "odd", "type": "Linear", "ranks": "0"},
+    ]
+    assert [layer["layer"] for layer in layers] == ["fc", "unused", "odd"]
+    assert (layers[1]["tensors"], layers[1]["aliases"]) == ([], ["old"])
+
+
+def test_a_bad_document_is_set_aside(tmp_path: Path) -> None:
+    """A catalog and a manifest that cannot be read are named, and the rank is merged from its parts."""
+    run = whole_run(tmp_path / "run")
+    run.write(f"rank-001/modules-{process_of(1)}.json", b"{")
+    run.write(f"rank-001/process-{process_of(1)}.json", b"")
+    merged = merge_run(run.url)
+    coverage: Any = merged.result["coverage"]
+    ranks: Any = merged.result["ranks"]
+    files = {one["file"]: one["reason"] for one in coverage["quarantined"]}
+    assert files[f"rank-001/process-{process_of(1)}.json"] == "empty_file"
+    assert files[f"rank-001/modules-{process_of(1)}.json"].startswith("not_json")
+    assert (ranks[1]["status"], ranks[1]["rows"]) == ("unknown", 4)
+
+
+def test_chosen_ranks_only(tmp_path: Path) -> None:
+    """With ranks given, only those are read and expected."""
+    run = whole_run(tmp_path / "run", 4)
+    merged = merge_run(run.url, ranks={1, 3})
+    coverage: Any = merged.result["coverage"]
+    assert merged.complete
+    assert coverage["expected_ranks"] == coverage["present_ranks"] == [1, 3]
+    assert set(merged.summary()["rank"]) == {1, 3}
+    with pytest.raises(ConfigurationError, match="9"):
+        merge_run(run.url, ranks={9})
+
+
+def test_several_folders_of_one_run(tmp_path: Path) -> None:
+    """Folders of hosts without a shared filesystem are one run; files are named with their folder."""
+    first = RunFolder(tmp_path / "a", world_size=2).run()
+    second = RunFolder(tmp_path / "b", world_size=2).run()
+    first.generation()
+    whole_rank(first, 0)
+    whole_rank(second, 1)
+    second.write("rank-001/history.parts/part-0000000b-000001.parquet", b"")
+    merged = merge_run(first.url, second.url, first.url)
+    coverage: Any = merged.result["coverage"]
+    assert coverage["present_ranks"] == [0, 1]
+    assert coverage["quarantined"][0]["file"].startswith(second.url)
+    assert merged.url == f"{first.url}/merged"
+
+
+def test_folders_of_two_runs_are_refused(tmp_path: Path) -> None:
+    """Folders of different runs are not one, and both ids are named."""
+    first = RunFolder(tmp_path / "a", run_id="run-a").run()
+    second = RunFolder(tmp_path / "b", run_id="run-b").run()
+    with pytest.raises(RunFormatError, match=r"run-a.*run-b"):
+        merge_run(first.url, second.url)
+
+
+def test_the_same_process_in_two_folders_counts_once(tmp_path: Path) -> None:
+    """A part that lies in two of the folders is read once, and the copy is counted."""
+    first = whole_run(tmp_path / "a")
+    second = whole_run(tmp_path / "b")
+    merged = merge_run(first.url, second.url)
+    coverage: Any = merged.result["coverage"]
+    assert coverage["duplicate_parts"] == 4
+    assert merged.complete
+    assert merged.summary()["observations"].to_list() == [4, 4]
+
+
+def test_result_and_errors_of_a_rank(tmp_path: Path) -> None:
+    """A rank's entry tells who it was and what telemetry did and failed at there."""
+    run = whole_run(tmp_path / "run")
+    counters = Counters(forwards=9, errors={"reducer": 2}, collection_s=0.5)
+    run.manifest(0, process_of(0), counters=counters, device="cuda:0")
+    ranks: Any = merge_run(run.url).result["ranks"]
+    assert ranks[0]["errors"] == {"reducer": 2}
+    assert ranks[0]["counters"]["forwards"] == 9
+    assert (ranks[0]["device"], ranks[0]["host"], ranks[0]["status"]) == ("cuda:0", "host-a", "closed")
+    assert (ranks[0]["samples"], ranks[0]["last_sample_id"]) == (4, 3)
+    assert ranks[0]["last_sample_at"] == "2026-01-01T00:00:03.000000+00:00"
+
+
+def test_result_is_strict_json_in_a_fixed_order(tmp_path: Path) -> None:
+    """The written document is what the call returns, its sections in their order, and no number is NaN."""
+    run = whole_run(tmp_path / "run")
+    merged = merge_run(run.url)
+    text = (run.root / "merged" / "result.json").read_text()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    written = json.loads(text, parse_constant=refuse)
+    assert written == merged.result
+    assert list(written) == ["schema_version", "run", "coverage", "generations", "ranks", "layers"]

@@ -1,0 +1,213 @@
+"""The command line: exit codes, streams, and one sentence for a mistake."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from merge.run_folder import RunFolder, process_of, whole_run
+from torchinstruments import __version__
+from torchinstruments.cli.main import main
+from torchinstruments.merge import engine
+from torchinstruments.records import Counters
+from torchinstruments.store.manifest import TableState
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Runs a command that has to fail, and returns its one sentence."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = [line for line in captured.err.splitlines() if not line.startswith("read ")]
+    assert len(lines) == 1
+    assert "Traceback" not in captured.err
+    return lines[0]
+
+
+def test_merge_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A complete merge exits with 0, says so on standard output, and names the result."""
+    run = whole_run(tmp_path / "run")
+    run.history(0, [{"sample_id": 0, "metric": "std", "value": 1.0}], process_of(0), 1)
+    run.history(1, [{"sample_id": 0, "metric": "std", "value": 3.0}], process_of(1), 1)
+    assert main(["merge", run.url]) == 0
+    out = capsys.readouterr().out
+    assert "run run-a: complete" in out
+    assert "2 ranks (0-1)" in out
+    assert f"{run.url}/merged/result.json" in out
+    assert out.splitlines()[-2].split() == ["layer", "signal", "rank", "0", "rank", "1", "spread"]
+    assert out.splitlines()[-1].split() == ["fc", "output", "1", "3", "66.7%"]
+
+
+def test_merge_with_a_missing_rank_and_a_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A merge with something missing or set aside exits with 1 and names both."""
+    run = whole_run(tmp_path / "run", 3)
+    for path in sorted((run.root / "rank-001").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    run.write("rank-002/history.parts/part-0000000c-000007.parquet", b"")
+    assert main(["merge", run.url]) == 1
+    out = capsys.readouterr().out
+    assert "NOT COMPLETE" in out
+    assert "missing      1 rank (1)" in out
+    assert "rank-002/history.parts/part-0000000c-000007.parquet: empty_file" in out
+
+
+def test_json_goes_to_standard_output_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --json standard output is the result as written; everything else goes to standard error."""
+    run = whole_run(tmp_path / "run")
+    assert main(["merge", "--json", run.url]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == (run.root / "merged" / "result.json").read_text()
+    assert "complete" in captured.err
+
+
+def test_progress_is_a_line_each_tenth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a terminal, progress is one plain line on standard error for each 10 percent."""
+    run = whole_run(tmp_path / "run", 30, num_samples=1)
+    assert main(["merge", run.url]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("read ")]
+    assert lines == [f"read {done} of 30 ranks ({done * 100 // 30} %)" for done in range(3, 31, 3)]
+
+
+def test_output_and_ranks(tmp_path: Path) -> None:
+    """--output and --ranks go where they say and read what they say."""
+    run = whole_run(tmp_path / "run", 4)
+    assert main(["merge", run.url, "--output", str(tmp_path / "out"), "--ranks", "1-2"]) == 0
+    result: Any = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["coverage"]["present_ranks"] == [1, 2]
+    assert not (run.root / "merged").exists()
+
+
+def test_many_ranks_are_shown_by_their_extremes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With more ranks than fit, the table names the lowest and the highest one."""
+    run = whole_run(tmp_path / "run", 12, num_samples=1)
+    for rank in range(12):
+        run.history(
+            rank, [{"sample_id": 0, "metric": "std", "value": 1.0 + (rank == 7)}], process_of(rank), 1
+        )
+    assert main(["merge", run.url]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["fc", "output", "1", "0", "2", "7", "50.0%"]
+
+
+def test_names_are_never_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer whose name looks like markup is shown as it is."""
+    run = whole_run(tmp_path / "run")
+    for rank in range(2):
+        row = {"sample_id": 0, "layer": "blocks[red]", "metric": "std", "value": 1.0 + rank}
+        run.history(rank, [row], process_of(rank), 1)
+    assert main(["merge", run.url]) == 0
+    assert "blocks[red]" in capsys.readouterr().out
+
+
+def test_a_mistake_gets_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each mistake of the user exits with 2 and one sentence that names the thing."""
+    run = whole_run(tmp_path / "run")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert str(empty) in complaint(capsys, "merge", str(empty))
+    assert "nowhere" in complaint(capsys, "merge", str(tmp_path / "nowhere"))
+    assert "nope" in complaint(capsys, "merge", "nope://bucket/run")
+    assert "gcsfs" in complaint(capsys, "merge", "gs://bucket/run")
+    assert "--storage-options" in complaint(capsys, "merge", "--storage-options", "{secret", run.url)
+    assert "list" in complaint(capsys, "merge", "--storage-options", "[1]", run.url)
+    assert "'x'" in complaint(capsys, "merge", "--ranks", "x", run.url)
+    assert "'7'" in complaint(capsys, "merge", "--ranks", "7", run.url)
+    assert str(empty) in complaint(capsys, "status", str(empty))
+    file = run.write("file", b"")
+    assert str(file) in complaint(capsys, "merge", "--output", str(file), run.url)
+
+
+def test_storage_options_are_never_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What --storage-options held does not appear in the complaint about it."""
+    assert "hunter2" not in complaint(
+        capsys, "merge", "--storage-options", '{"secret": "hunter2"', str(tmp_path)
+    )
+
+
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    """--version and --help exit with 0, and a command that does not exist with 2."""
+    assert main(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+    assert main(["--help"]) == 0
+    assert "merge" in capsys.readouterr().out
+    assert main([]) == 2
+    assert main(["fly"]) == 2
+
+
+def test_interrupted_by_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C exits with 130 and says nothing."""
+    run = whole_run(tmp_path / "run")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "plan_merge", interrupt)
+    assert main(["merge", run.url]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_status_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A live run lists each rank with its last sample, its age, rows and spool, and exits with 0."""
+    run = whole_run(tmp_path / "run")
+    two_minutes_ago = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(time.time() - 300))
+    run.manifest(
+        1,
+        process_of(1),
+        status="running",
+        last_sample_id=41,
+        last_sample_at=two_minutes_ago,
+        tables={"history": TableState(next_part=1, rows=3000, rows_in_spool=20)},
+        counters=Counters(samples=42, errors={"reducer": 3}),
+    )
+    assert main(["status", run.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "run run-a: 2 ranks, 1 generation"
+    assert lines[-1].split() == ["1", "running", "host-a", "41", "5", "min", "42", "3,000", "20", "0", "3"]
+
+
+def test_status_tells_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing rank, an interrupted one, dropped rows or a bad manifest exit with 1."""
+    run = RunFolder(tmp_path / "run", world_size=2).run()
+    run.generation()
+    run.manifest(0, process_of(0))
+    assert main(["status", run.url]) == 1
+    assert "missing: 1 rank (1)" in capsys.readouterr().out
+    path = run.manifest(1, process_of(1), status="running")
+    assert main(["status", run.url]) == 0
+    os.utime(path, (1e9, 1e9))
+    assert main(["status", run.url]) == 1
+    assert "interrupted" in capsys.readouterr().out
+    run.manifest(1, process_of(1), tables={"history": TableState(rows_dropped=2)})
+    assert main(["status", run.url]) == 1
+    run.manifest(1, process_of(1))
+    run.write("rank-001/process-0000abcd.json", b"{}")
+    assert main(["status", run.url]) == 1
+    assert "rank-001/process-0000abcd.json: " in capsys.readouterr().out
+
+
+def test_status_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --json the status is one document with every process, those of earlier generations too."""
+    run = whole_run(tmp_path / "run")
+    run.generation(1, world_size=1)
+    run.manifest(0, "0000beef", generation=1, world_size=1)
+    assert main(["status", "--json", run.url]) == 0
+    captured = capsys.readouterr()
+    document: Any = json.loads(captured.out)
+    assert [(one["rank"], one["generation"]) for one in document["ranks"]] == [(0, 0), (0, 1), (1, 0)]
+    assert document["expected_ranks"] == [0, 1]
+    assert "1 earlier process" in captured.err
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    """Output into a program that stops reading ends without a traceback."""
+    run = whole_run(tmp_path / "run")
+    command = f"{sys.executable} -m torchinstruments merge --json {run.url} | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr

@@ -1,0 +1,404 @@
+"""The probe counts every call of the model, measures the chosen ones, and lets nothing out."""
+
+import copy
+import gc
+import os
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+from typing_extensions import override
+
+from torchinstruments.config import ErrorPolicy
+from torchinstruments.errors import ConfigurationError
+from torchinstruments.observe import probe
+from torchinstruments.observe.sampling import (
+    AlwaysSampler,
+    EveryNForwardsSampler,
+    EveryNStepsSampler,
+    SamplingEvent,
+)
+from torchinstruments.ranks.clock import StepClock
+from torchinstruments.records import Outcome, SampleState
+from unit.observe.memory import MemorySession, Recorder, num_hooks, observe, value
+
+if TYPE_CHECKING:
+    from torchinstruments.observe.observer import Observer
+
+
+class Block(nn.Module):
+    """A residual block whose dropout and in-place activation react to any disturbance."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.fc = nn.Linear(width, width)
+        self.act = nn.ReLU(inplace=True)
+        self.drop = nn.Dropout(0.1)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the block's output."""
+        return x + self.drop(self.act(self.fc(self.norm(x))))
+
+
+class Failing:
+    """A sampler that raises."""
+
+    def should_sample(self, event: SamplingEvent) -> bool:
+        """Raises."""
+        raise ValueError(f"at {event.forward_index}")
+
+
+def failing(tensor: torch.Tensor) -> Mapping[str, float]:
+    """A reducer that raises."""
+    raise ValueError("no number")
+
+
+def train(model: nn.Module) -> list[torch.Tensor]:
+    """Everything that 20 steps leave behind: outputs, gradients, parameters, buffers, random state."""
+    torch.manual_seed(11)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    left: list[torch.Tensor] = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        output = model(torch.randn(32, 8))
+        output.square().mean().backward()
+        left.append(output.detach().clone())
+        left.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
+        optimizer.step()
+    return [*left, *model.state_dict().values(), torch.get_rng_state()]
+
+
+def test_training_is_bit_identical_with_an_observer(session: MemorySession) -> None:
+    """Outputs, gradients, parameters, buffers and random state after 20 steps, keys and modules too."""
+    model = nn.Sequential(nn.Linear(8, 16), Block(16), nn.BatchNorm1d(16), Block(16), nn.Linear(16, 4))
+    twin = copy.deepcopy(model)
+    bare = train(model)
+    observer = observe(twin, session)
+    observed = train(twin)
+    assert len(bare) == len(observed)
+    assert all(torch.equal(a, b) for a, b in zip(bare, observed, strict=True))
+    assert list(model.state_dict()) == list(twin.state_dict())
+    assert [(n, type(m)) for n, m in model.named_modules()] == [(n, type(m)) for n, m in twin.named_modules()]
+    assert observer.counters.samples == 20
+    assert session.errors == []
+    assert sum(s.backward_index == 0 for s in session.samples()) == 20
+
+
+def test_attempts_reach_the_session_and_positions_the_sampler(session: MemorySession) -> None:
+    """Steps that the clock is told of divide forwards into attempts, and the last one is told at the end."""
+    clock = StepClock()
+    model = nn.Sequential(nn.Linear(2, 2))
+    observer = observe(model, session, sampler=EveryNStepsSampler(2), clock=clock)
+    for step in range(4):
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        clock.step_started(1, float(step))
+        clock.step_ended(1, float(step))
+    assert [
+        (s.position.attempt, s.position.micro_batch) for s in session.samples() if s.backward_index is None
+    ] == [
+        (1, 0),
+        (1, 1),
+        (3, 0),
+        (3, 1),
+    ]
+    assert [a.attempt for a in session.attempts] == [0, 1, 2]
+    observer.close()
+    assert [(a.attempt, a.micro_batches, a.outcome) for a in session.attempts] == [
+        (attempt, 2, Outcome.APPLIED) for attempt in range(4)
+    ]
+
+
+def test_a_sampler_that_raises_chooses_nothing_and_is_reported_once(session: MemorySession) -> None:
+    """Training goes on; every error is counted."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    observer = observe(model, session, sampler=Failing())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(torch.ones(1, 2))
+    assert len(caught) == 1
+    assert "sampler failed in the model: ValueError: at 0" in str(caught[0].message)
+    assert session.deliveries == []
+    assert observer.counters.errors == {"sampler": 3}
+
+
+def test_a_reducer_that_raises_costs_its_own_values(session: MemorySession) -> None:
+    """The other reducer's values are there, the sample counts its errors, and the layer is named."""
+
+    def biggest(tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"biggest": tensor.max()}
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    observe(model, session, reducers=(failing, biggest))
+    with pytest.warns(RuntimeWarning, match="reducer failed in 0: ValueError: no number") as caught:
+        output = model(torch.ones(1, 2))
+    output.sum().backward()
+    assert len(caught) == 1
+    forward = session.samples()[0]
+    assert forward.errors == 2
+    (_, relu) = forward.measurements
+    assert value(relu, "biggest") == output.max().item()
+    assert relu.reasons[relu.metrics.index("failing")].startswith("reducer_error: ValueError: no number")
+    assert [(e.probe, e.module) for e in session.errors][:2] == [("reducer", "0"), ("reducer", "1")]
+
+
+def test_raise_surfaces_at_the_next_root_forward_and_nowhere_else(session: MemorySession) -> None:
+    """Forward and backward of the failing sample run to their end; then the error comes once."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    observer = observe(
+        model, session, reducers=(failing,), sampler=EveryNForwardsSampler(2), policy=ErrorPolicy.RAISE
+    )
+    model(torch.ones(1, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    assert model[0].weight.grad is not None
+    with pytest.raises(ValueError, match="no number") as caught:
+        model(torch.ones(1, 2))
+    assert "reducer failed in 0" in caught.value.__notes__[0]
+    for _ in range(2):
+        model(torch.ones(1, 2))
+    assert observer.counters.forwards == 4
+    with pytest.raises(ValueError, match="no number"):
+        observer.close()
+    assert session.num_closed == 1
+
+
+def test_raise_surfaces_errors_of_sinks_too(session: MemorySession) -> None:
+    """What the writer met is raised at the next root forward."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    observe(model, session, policy=ErrorPolicy.RAISE)
+    model(torch.ones(1, 2))
+    session.sink_error = OSError("disk full")
+    with pytest.raises(OSError, match="disk full"):
+        model(torch.ones(1, 2))
+    model(torch.ones(1, 2))
+
+
+def test_warnings_turned_into_errors_do_not_reach_training(session: MemorySession) -> None:
+    """A program that runs with -W error trains on."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    observe(model, session, reducers=(failing,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(1, 2)).sum().backward()
+    assert len(session.errors) == 2
+
+
+def test_an_error_of_the_observer_itself_stays_inside(
+    session: MemorySession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's call succeeds, and the error is counted under the forward."""
+
+    def broken(model: nn.Module) -> frozenset[int]:
+        raise RuntimeError("bug")
+
+    monkeypatch.setattr(probe, "inside_compiled", broken)
+    model = nn.Sequential(nn.Linear(2, 2))
+    observer = observe(model, session)
+    with pytest.warns(RuntimeWarning, match="forward failed in the model: RuntimeError: bug"):
+        model(torch.ones(1, 2))
+    assert observer.counters.errors == {"forward": 1}
+    assert num_hooks(model) == 2
+
+
+def test_paused_forwards_are_counted_and_not_measured(session: MemorySession) -> None:
+    """Pauses may be nested."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    observer = observe(model, session)
+    with observer.paused():
+        with observer.paused():
+            model(torch.ones(1, 2))
+        model(torch.ones(1, 2))
+    model(torch.ones(1, 2))
+    (sample,) = session.samples()
+    assert (sample.ordinal, sample.position.forward_index) == (0, 2)
+    assert observer.counters.forwards == 3
+
+
+def test_detaching_before_the_backward_drops_its_gradients(session: MemorySession) -> None:
+    """Nothing arrives after the end, and no hook is left."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    observer = observe(model, session)
+    loss = model(torch.ones(1, 2)).sum()
+    observer.close()
+    loss.backward()
+    assert len(session.deliveries) == 1
+    assert num_hooks(model) == 0
+
+
+def test_detaching_inside_a_forward_leaves_no_hook(session: MemorySession) -> None:
+    """The forward that was being measured ends as usual."""
+    observers: list[Observer] = []
+
+    def close(x: torch.Tensor) -> torch.Tensor:
+        observers[0].close()
+        return x
+
+    model = nn.Sequential(nn.Linear(2, 2), Recorder(close), nn.Linear(2, 2))
+    observers.append(observe(model, session))
+    model(torch.ones(1, 2)).sum().backward()
+    assert num_hooks(model) == 0
+    assert session.deliveries == []
+
+
+def test_a_rank_that_turns_out_not_to_observe_detaches_at_its_first_forward() -> None:
+    """The session says so, once."""
+    session = MemorySession(begins=False)
+    model = nn.Sequential(nn.Linear(2, 2))
+    observer = observe(model, session)
+    for _ in range(2):
+        model(torch.ones(1, 2))
+    assert (session.num_begun, session.deliveries, num_hooks(model), observer.observing) == (1, [], 0, False)
+
+
+def test_recomputation_of_a_whole_model_is_no_forward(session: MemorySession) -> None:
+    """A checkpointed root counts once."""
+    from torch.utils.checkpoint import checkpoint
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    observer = observe(model, session)
+    output = checkpoint(model, torch.ones(1, 2, requires_grad=True), use_reentrant=False)
+    output.sum().backward()
+    assert observer.counters.forwards == 1
+    assert [s.state for s in session.samples()] == [
+        SampleState.FORWARD_COMPLETE,
+        SampleState.BACKWARD_OBSERVED,
+    ]
+
+
+def test_a_forward_during_graph_capture_is_missed(
+    session: MemorySession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is delivered as such, and nothing is measured into the graph."""
+
+    def capturing() -> bool:
+        return True
+
+    monkeypatch.setattr(probe, "is_capturing_graph", capturing)
+    model = nn.Sequential(nn.Linear(2, 2))
+    observer = observe(model, session)
+    model(torch.ones(1, 2)).sum().backward()
+    (sample,) = session.samples()
+    assert (sample.state, sample.settled, sample.measurements) == (SampleState.MISSED, True, ())
+    assert (observer.counters.missed, observer.counters.samples) == (1, 0)
+
+
+def test_a_scripted_model_is_refused(session: MemorySession) -> None:
+    """The sentence says what to attach to instead."""
+    model = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(ConfigurationError, match="attach to the module that it was scripted from"):
+        observe(model, session)
+
+
+def test_a_scripted_layer_is_reported_and_the_rest_measured(session: MemorySession) -> None:
+    """The catalog does not expect it to fire."""
+    scripted = torch.jit.freeze(torch.jit.script(nn.Sequential(nn.ReLU()).eval()))
+    model = nn.Sequential(nn.Linear(2, 2), scripted)
+    with pytest.warns(
+        RuntimeWarning, match="selector failed in 1: TypeError: a scripted module takes no forward hooks"
+    ):
+        observe(model, session)
+    model(torch.ones(1, 2))
+    assert [m.layer for m in session.outputs()] == ["0"]
+    assert [(m.expected, m.fired) for m in session.modules] == [(True, 1), (False, 0)]
+
+
+def test_a_model_compiled_in_place_is_warned_of_at_attach(session: MemorySession) -> None:
+    """Its forward cannot be seen, and the sentence says what can."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.compile(backend="eager")
+    with pytest.warns(RuntimeWarning, match=r"attach to torch.compile\(model\) instead"):
+        observe(model, session)
+
+
+def test_a_companion_that_cannot_attach_leaves_no_hook(session: MemorySession) -> None:
+    """The error reaches the caller, and companions before it are detached again."""
+    log: list[str] = []
+
+    class Companion:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def attach(self) -> None:
+            log.append(f"+{self.name}")
+            if self.name == "b":
+                raise RuntimeError("cannot")
+
+        def detach(self) -> None:
+            log.append(f"-{self.name}")
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="cannot"):
+        observe(model, session, companions=(Companion("a"), Companion("b")))
+    assert log == ["+a", "+b", "-a", "-b"]
+    assert num_hooks(model) == 0
+
+
+def test_a_model_that_is_dropped_takes_its_observer_and_companions_along(session: MemorySession) -> None:
+    """Nothing of the observer keeps the model alive, and hooks into the process go with it."""
+    log: list[str] = []
+
+    class Companion:
+        def attach(self) -> None:
+            log.append("attached")
+
+        def detach(self) -> None:
+            log.append("detached")
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    observe(model, session, companions=(Companion(),))
+    model(torch.ones(1, 2)).sum().backward()
+    gone = weakref.ref(model)
+    session.deliveries.clear()
+    del model
+    gc.collect()
+    assert gone() is None
+    assert log == ["attached", "detached"]
+
+
+def test_a_forked_child_observes_nothing(session: MemorySession) -> None:
+    """Its forwards leave no sample and no hook runs; the parent's observer goes on."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    observer = observe(model, session)
+    model(torch.ones(1, 2))
+    child = os.fork()
+    if child == 0:
+        ok = False
+        try:
+            model(torch.ones(1, 2))
+            with observer.paused():
+                pass
+            ok = (
+                len(session.deliveries) == 1
+                and not observer.observing
+                and observer.close()
+                and observer.flush()
+            )
+            ok = ok and session.num_closed == 0
+            again = MemorySession()
+            observe(model, again, sampler=AlwaysSampler())
+            model(torch.ones(1, 2))
+            ok = ok and len(again.deliveries) == 1 and len(session.deliveries) == 1
+        finally:
+            os._exit(0 if ok else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    model(torch.ones(1, 2))
+    assert len(session.deliveries) == 2
+
+
+def test_collection_is_timed_and_rows_are_counted(session: MemorySession) -> None:
+    """Seconds of the deliveries add up to the counter; scalars include those that are missing."""
+    model = nn.Sequential(nn.Linear(2, 2), Recorder(dict.fromkeys))
+    observer = observe(model, session)
+    model(torch.ones(1, 2))
+    counters = observer.counters
+    assert counters.collection_s == pytest.approx(sum(s.collection_s for s in session.samples()))
+    assert counters.collection_s > 0
+    assert counters.rows == sum(len(m.metrics) for m in session.outputs()) == 18

@@ -1,0 +1,41 @@
+"""Wrappers are known by their type."""
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from torchinstruments.observe.wrappers import (
+    core_of,
+    is_compiled_in_place,
+    is_compiled_wrapper,
+    wrapped_child,
+)
+
+
+def test_the_core_is_what_all_wrappers_wrap() -> None:
+    """A compiled checkpoint wrapper around DataParallel has the model as its core."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    wrapped = torch.compile(checkpoint_wrapper(nn.DataParallel(model)))
+    assert isinstance(wrapped, nn.Module)
+    assert core_of(wrapped) is model
+    assert core_of(model) is model
+
+
+def test_a_child_called_module_makes_no_wrapper() -> None:
+    """Only the type counts."""
+    holder = nn.Module()
+    holder.module = nn.Linear(2, 2)
+    assert wrapped_child(holder) is None
+    assert wrapped_child(nn.DataParallel(holder)) == "module"
+
+
+def test_the_two_forms_of_compiling_are_told_apart() -> None:
+    """One makes a wrapper, the other changes the module itself."""
+    wrapper = torch.compile(nn.ReLU())
+    assert isinstance(wrapper, nn.Module)
+    assert is_compiled_wrapper(wrapper)
+    assert not is_compiled_in_place(wrapper)
+    module = nn.ReLU()
+    module.compile()
+    assert is_compiled_in_place(module)
+    assert not is_compiled_wrapper(module)

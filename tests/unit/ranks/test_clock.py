@@ -1,0 +1,428 @@
+"""The clock alone: events in, positions and records out."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchinstruments.ranks import clock as clock_module
+from torchinstruments.ranks.clock import StepClock
+from torchinstruments.records import Evidence, GradSync, Outcome, StepProvenance
+
+
+class _Loop:
+    """A training loop in which every event takes one second."""
+
+    def __init__(self, **options):
+        self.clock = StepClock(**options)
+        self.now = 0.0
+        self.positions = []
+        self.records = []
+
+    def tick(self):
+        self.now += 1.0
+        return self.now
+
+    def forward(self, *, grad=True, sync=GradSync.SYNCED):
+        started = self.clock.forward_started(
+            grad_enabled=grad, now_s=self.tick(), now_us=int(self.now * 1_000_000)
+        )
+        self.records += started.closed
+        self.positions.append(started.position)
+        self.clock.forward_ended(self.tick(), sync)
+        return started.position
+
+    def backward(self):
+        self.clock.backward_ended(self.tick())
+
+    def step(self, key=0, **details):
+        self.clock.step_started(key, self.tick())
+        self.clock.step_ended(key, self.tick(), **details)
+
+    def skip(self, key=0):
+        self.clock.step_skipped(key, self.tick(), found_inf=1.0)
+
+    def close(self):
+        closed = self.clock.close(self.tick())
+        self.records += closed
+        return closed
+
+
+def _micro_step(loop, count=1):
+    positions = [loop.forward() for _ in range(count)]
+    loop.step()
+    return positions
+
+
+def test_each_step_closes_an_attempt_at_the_next_forward():
+    """One forward and one step a window, numbered from 0."""
+    loop = _Loop()
+    positions = [position for _ in range(3) for position in _micro_step(loop)]
+    loop.close()
+    assert [(p.attempt, p.forward_in_attempt, p.micro_batch, p.forward_index) for p in positions] == [
+        (0, 0, 0, 0),
+        (1, 0, 0, 1),
+        (2, 0, 0, 2),
+    ]
+    assert [(r.attempt, r.optimizer, r.optimizer_attempt, r.outcome) for r in loop.records] == [
+        (n, 0, n, Outcome.APPLIED) for n in range(3)
+    ]
+
+
+def test_accumulation_counts_micro_batches_and_those_that_synchronise():
+    """Four forwards, one step: the last forward alone is synchronised."""
+    loop = _Loop()
+    for sync in (GradSync.LOCAL, GradSync.LOCAL, GradSync.LOCAL, GradSync.SYNCED):
+        loop.forward(sync=sync)
+    loop.step()
+    loop.close()
+    (record,) = loop.records
+    assert [p.micro_batch for p in loop.positions] == [0, 1, 2, 3]
+    assert (record.micro_batches, record.micro_batches_synced) == (4, 1)
+    assert record.last_micro_batch_sync is GradSync.SYNCED
+    assert (record.first_forward_index, record.last_forward_index) == (0, 3)
+
+
+def test_evaluation_forwards_belong_to_the_open_window_and_have_no_micro_batch():
+    """Also those after the step: only a grad-enabled forward opens the next window."""
+    loop = _Loop()
+    before = loop.forward(grad=False)
+    loop.forward()
+    loop.step()
+    after = loop.forward(grad=False)
+    loop.forward()
+    loop.close()
+    assert (before.attempt, before.forward_in_attempt, before.micro_batch) == (None, 0, None)
+    assert (after.attempt, after.forward_in_attempt, after.micro_batch) == (0, 1, None)
+    assert loop.positions[-1].attempt == 1
+    assert (loop.records[0].micro_batches, loop.records[0].last_forward_index) == (1, 2)
+
+
+def test_provenance_is_none_until_a_step_and_inferred_from_then_on():
+    """Nothing is claimed before an optimizer was seen."""
+    loop = _Loop()
+    assert loop.forward().step_provenance is StepProvenance.NONE
+    loop.step()
+    assert loop.forward().step_provenance is StepProvenance.INFERRED
+    assert _Loop(declared_optimizer=True).forward().step_provenance is StepProvenance.INFERRED
+
+
+def test_without_any_step_everything_is_attempt_0_and_its_outcome_unknown():
+    """A model that is trained by hand has no optimizer to see."""
+    loop = _Loop()
+    assert [loop.forward().attempt for _ in range(3)] == [0, 0, 0]
+    (record,) = loop.close()
+    assert (record.optimizer, record.outcome, record.evidence) == (-1, Outcome.UNKNOWN, Evidence.NONE)
+    assert record.micro_batches == 3
+
+
+def test_a_last_window_without_its_step_is_abandoned():
+    """As when the data end in the middle of an accumulation."""
+    loop = _Loop()
+    _micro_step(loop)
+    loop.forward()
+    loop.close()
+    assert [(r.attempt, r.optimizer, r.outcome, r.evidence) for r in loop.records] == [
+        (0, 0, Outcome.APPLIED, Evidence.OPTIMIZER_HOOK),
+        (1, -1, Outcome.ABANDONED, Evidence.NONE),
+    ]
+
+
+def test_a_clock_that_saw_no_training_closes_without_records():
+    """Evaluation alone is no attempt."""
+    loop = _Loop()
+    loop.forward(grad=False)
+    assert loop.close() == ()
+
+
+def test_a_skipped_step_ends_its_attempt_with_the_scalers_evidence():
+    """The optimizer was not called and yet the window is over."""
+    loop = _Loop()
+    loop.forward()
+    loop.skip()
+    loop.forward()
+    loop.step()
+    loop.close()
+    assert [(r.outcome, r.evidence, r.found_inf, r.optimizer_attempt) for r in loop.records] == [
+        (Outcome.SKIPPED, Evidence.FOUND_INF, 1.0, 0),
+        (Outcome.APPLIED, Evidence.OPTIMIZER_HOOK, None, 1),
+    ]
+
+
+def test_better_evidence_replaces_the_hooks():
+    """The scaler returns after the optimizer's hooks have fired."""
+    loop = _Loop()
+    loop.forward()
+    loop.step(outcome=Outcome.UNKNOWN, evidence=Evidence.NONE)
+    loop.clock.step_resolved(0, outcome=Outcome.APPLIED, evidence=Evidence.FOUND_INF, found_inf=0.0)
+    (record,) = loop.close()
+    assert (record.outcome, record.evidence, record.found_inf) == (Outcome.APPLIED, Evidence.FOUND_INF, 0.0)
+
+
+def test_several_optimizers_in_a_window_have_a_record_each():
+    """In the order of first sight, each with its own attempts."""
+    loop = _Loop()
+    for _ in range(2):
+        loop.forward()
+        loop.step(7, lr=0.5)
+        loop.step(3, lr=0.25)
+    loop.close()
+    assert [(r.attempt, r.optimizer, r.optimizer_attempt, r.lr) for r in loop.records] == [
+        (0, 0, 0, 0.5),
+        (0, 1, 0, 0.25),
+        (1, 0, 1, 0.5),
+        (1, 1, 1, 0.25),
+    ]
+
+
+def test_the_same_optimizer_twice_in_a_window_has_two_records():
+    """A critic that steps again without a forward of the attached model."""
+    loop = _Loop()
+    loop.forward()
+    loop.step()
+    loop.step()
+    loop.close()
+    assert [(r.attempt, r.optimizer, r.optimizer_attempt) for r in loop.records] == [(0, 0, 0), (0, 0, 1)]
+
+
+def test_a_step_inside_another_optimizers_step_belongs_to_the_outer_one():
+    """ZeroRedundancyOptimizer: pre outer, pre inner, post inner, post outer."""
+    loop = _Loop()
+    loop.forward()
+    loop.clock.step_started(0, loop.tick())
+    loop.clock.step_started(1, loop.tick())
+    loop.clock.step_ended(1, loop.tick())
+    loop.clock.step_ended(0, loop.tick())
+    loop.close()
+    assert [(r.optimizer, r.optimizer_s) for r in loop.records] == [(0, 3.0)]
+
+
+def test_a_subclass_that_calls_its_parents_step_is_one_step():
+    """Both fire the hooks under one key."""
+    loop = _Loop()
+    loop.forward()
+    for event in (loop.clock.step_started, loop.clock.step_started):
+        event(0, loop.tick())
+    for event in (loop.clock.step_ended, loop.clock.step_ended):
+        event(0, loop.tick())
+    loop.close()
+    assert [r.optimizer_attempt for r in loop.records] == [0]
+
+
+def _closure_step(loop, key, forwards):
+    loop.clock.step_started(key, loop.tick())
+    positions = [loop.forward() for _ in range(forwards)]
+    loop.clock.step_ended(key, loop.tick())
+    return positions
+
+
+def test_forwards_inside_a_closure_belong_to_that_steps_window():
+    """LBFGS calls the model several times a step, and before the first one there is no window."""
+    loop = _Loop()
+    attempts = [[p.attempt for p in _closure_step(loop, 0, 3)] for _ in range(3)]
+    loop.close()
+    assert attempts == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]
+    assert [(r.attempt, r.micro_batches) for r in loop.records] == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_two_optimizers_with_closures_share_a_window():
+    """The second one has not stepped in it yet, so its closure does not open the next."""
+    loop = _Loop()
+    attempts = [[p.attempt for key in (0, 1) for p in _closure_step(loop, key, 1)] for _ in range(2)]
+    loop.close()
+    assert attempts == [[0, 0], [1, 1]]
+    assert [(r.attempt, r.optimizer) for r in loop.records] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_accumulation_before_a_closure_is_in_the_closures_window():
+    """The last micro-batch of an accumulation runs inside the step."""
+    loop = _Loop()
+    attempts = [[loop.forward().attempt, _closure_step(loop, 0, 1)[0].attempt] for _ in range(2)]
+    loop.close()
+    assert attempts == [[0, 0], [1, 1]]
+
+
+def test_a_step_that_raised_ends_unknown_and_the_loop_goes_on():
+    """The question whether it still runs is answered with no at the next forward."""
+    loop = _Loop()
+    loop.clock.ask_whether_running(lambda: False)
+    loop.forward()
+    loop.clock.step_started(0, loop.tick())
+    assert loop.forward().attempt == 1
+    loop.step()
+    loop.close()
+    assert [(r.attempt, r.outcome, r.evidence) for r in loop.records] == [
+        (0, Outcome.UNKNOWN, Evidence.NONE),
+        (1, Outcome.APPLIED, Evidence.OPTIMIZER_HOOK),
+    ]
+
+
+def test_a_step_in_another_thread_that_ends_after_all_is_taken_back_as_applied():
+    """It was not on the asking thread's stack, which looked like an exception."""
+    loop = _Loop()
+    loop.clock.ask_whether_running(lambda: False)
+    loop.forward()
+    loop.clock.step_started(0, loop.tick())
+    loop.forward(grad=False)
+    loop.clock.step_ended(0, loop.tick(), lr=0.5)
+    (record,) = loop.close()
+    assert (record.outcome, record.evidence, record.lr) == (Outcome.APPLIED, Evidence.OPTIMIZER_HOOK, 0.5)
+
+
+def test_a_forward_that_never_ended_leaves_its_synchronisation_unknown():
+    """A KeyboardInterrupt skips the end of a forward."""
+    loop = _Loop()
+    loop.clock.forward_started(grad_enabled=True, now_s=loop.tick(), now_us=0)
+    loop.step()
+    (record,) = loop.close()
+    assert (record.micro_batches, record.micro_batches_synced) == (1, 0)
+    assert record.last_micro_batch_sync is GradSync.UNKNOWN
+
+
+def test_phases_are_told_apart():
+    """Gap, forward, backward and optimizer of the second attempt, a second each event."""
+    loop = _Loop()
+    _micro_step(loop)
+    loop.tick()
+    loop.forward()  # 1 s
+    loop.backward()  # 1 s
+    loop.tick()  # clipping
+    loop.step(lr=0.1)  # 1 s
+    loop.close()
+    record = loop.records[-1]
+    assert (record.gap_s, record.forward_s, record.backward_s, record.optimizer_s) == (2.0, 1.0, 1.0, 1.0)
+    assert (loop.records[0].gap_s, record.started_at_us, record.lr) == (0.0, 6_000_000, 0.1)
+
+
+def test_a_backward_that_nobody_saw_reaches_to_the_step():
+    """An unsampled forward has no hooks that could tell."""
+    loop = _Loop()
+    loop.forward()
+    loop.tick()
+    loop.tick()
+    loop.step()
+    (record,) = loop.close()
+    assert record.backward_s == 3.0
+
+
+def test_the_steps_of_one_window_are_bounded_and_the_rest_is_counted(monkeypatch):
+    """A program that bypasses the model's hooks never closes a window."""
+    monkeypatch.setattr(clock_module, "MAX_STEPS_IN_WINDOW", 3)
+    loop = _Loop()
+    loop.forward()
+    for _ in range(5):
+        loop.step()
+    loop.close()
+    assert len(loop.records) == 3
+    assert loop.clock.num_dropped_steps == 2
+
+
+def test_an_optimizer_that_is_gone_gives_its_key_to_a_new_one():
+    """Keys may be used again; ordinals are not."""
+    loop = _Loop()
+    loop.forward()
+    loop.step(0)
+    loop.clock.optimizer_gone(0)
+    loop.step(0)
+    loop.close()
+    assert [(r.optimizer, r.optimizer_attempt) for r in loop.records] == [(0, 0), (1, 0)]
+
+
+EVENTS = st.lists(
+    st.sampled_from(
+        ["train", "eval", "backward", "step0", "step1", "skip0", "nested", "closure0", "closure1"]
+    ),
+    max_size=60,
+)
+
+
+def _play(loop, events):
+    """Runs a history of events; returns how many outer steps each optimizer made inside a window."""
+    steps = {0: 0, 1: 0}
+    for event in events:
+        opened = any(p.attempt is not None for p in loop.positions)
+        key = int(event[-1]) if event[-1] in "01" else 0
+        if event == "train":
+            loop.forward()
+        elif event == "eval":
+            loop.forward(grad=False)
+        elif event == "backward":
+            loop.backward()
+        elif event.startswith("step"):
+            loop.step(key)
+            steps[key] += opened
+        elif event == "skip0":
+            loop.skip(0)
+            steps[0] += opened
+        elif event == "nested":
+            loop.clock.step_started(0, loop.tick())
+            loop.step(1)
+            loop.clock.step_ended(0, loop.tick())
+            steps[0] += opened
+        else:
+            _closure_step(loop, key, 1)
+            steps[key] += 1
+    loop.close()
+    return steps
+
+
+@settings(max_examples=300, deadline=None)
+@given(EVENTS)
+def test_any_interleaving_keeps_the_ledger_straight(events):
+    """Windows follow each other, micro-batches count from 0, and nothing is lost or counted twice."""
+    loop = _Loop()
+    steps = _play(loop, events)
+    trained = [p for p in loop.positions if p.grad_enabled]
+    assert [p.forward_index for p in loop.positions] == list(range(len(loop.positions)))
+    assert all(p.micro_batch is None for p in loop.positions if not p.grad_enabled)
+    for one, other in pairwise(loop.positions):
+        if one.attempt is not None:
+            assert other.attempt in (one.attempt, one.attempt + 1)
+        same_window = one.attempt == other.attempt
+        assert other.forward_in_attempt == (one.forward_in_attempt + 1 if same_window else 0)
+    for one, other in pairwise(trained):
+        same_window = one.attempt == other.attempt
+        assert other.micro_batch == (one.micro_batch + 1 if same_window else 0)
+
+    windows = {record.attempt: record for record in loop.records}
+    assert list(windows) == sorted({p.attempt for p in trained})
+    assert [r.attempt for r in loop.records] == sorted(r.attempt for r in loop.records)
+    assert sum(record.micro_batches for record in windows.values()) == len(trained)
+    for attempt, record in windows.items():
+        inside = [p.forward_index for p in loop.positions if p.attempt == attempt]
+        assert (record.first_forward_index, record.last_forward_index) == (inside[0], inside[-1])
+
+    stepped = [record for record in loop.records if record.optimizer >= 0]
+    assert len(stepped) == sum(steps.values())
+    for optimizer in {record.optimizer for record in stepped}:
+        attempts = [record.optimizer_attempt for record in stepped if record.optimizer == optimizer]
+        assert attempts == list(range(len(attempts)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(EVENTS)
+def test_phases_never_overlap(events):
+    """No second is in two phases, so that their sum is never more than the time that passed."""
+    loop = _Loop()
+    _play(loop, events)
+    windows = {record.attempt: record for record in loop.records}
+    inside = sum(record.forward_s + record.backward_s for record in windows.values())
+    inside += sum(record.optimizer_s for record in loop.records)
+    assert all(min(r.gap_s, r.forward_s, r.backward_s, r.optimizer_s) >= 0.0 for r in loop.records), (
+        loop.records
+    )
+    assert inside <= loop.now
+    if "eval" not in events:
+        assert inside + sum(record.gap_s for record in windows.values()) <= loop.now
+
+
+@pytest.mark.parametrize("event", ["backward", "step", "skip", "close"])
+def test_events_before_the_first_window_change_nothing(event):
+    """A step of an optimizer before any forward has no attempt that it could belong to."""
+    loop = _Loop()
+    getattr(loop, event)()
+    assert loop.forward().attempt == 0
+    loop.step()
+    loop.close()
+    assert [(r.attempt, r.optimizer_attempt) for r in loop.records] == [(0, 0)]

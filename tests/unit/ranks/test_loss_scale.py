@@ -1,0 +1,257 @@
+"""Real gradient scalers on the CPU under the watch."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import SGD, AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from torchinstruments.ranks.clock import StepClock
+from torchinstruments.ranks.loss_scale import ScalerWatch
+from torchinstruments.ranks.optimizers import OptimizerWatch
+from torchinstruments.records import Evidence, GradSync, Outcome, ScaleProvenance
+
+
+class _Training:
+    """A one-weight model, its clock, and both watches."""
+
+    def __init__(self):
+        self.model = nn.Linear(1, 1, bias=False)
+        self.errors = []
+        self.clock = StepClock()
+        self.optimizers = OptimizerWatch(self.clock, self.model.parameters, on_error=self.report)
+        self.scalers = ScalerWatch(self.clock, self.optimizers, on_error=self.report)
+        self.records = []
+
+    def report(self, probe, error):
+        self.errors.append((probe, error))
+
+    def __enter__(self):
+        self.optimizers.attach()
+        self.scalers.attach()
+        return self
+
+    def __exit__(self, *_):
+        self.scalers.detach()
+        self.optimizers.detach()
+        assert self.errors == []
+
+    def step(self, scaler, optimizer, *, overflow=False):
+        started = self.clock.forward_started(grad_enabled=True, now_s=0.0, now_us=0)
+        self.records += started.closed
+        loss = self.model(torch.full((1, 1), float("inf") if overflow else 1.0)).sum()
+        self.clock.forward_ended(0.0, GradSync.NOT_DISTRIBUTED)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    def close(self):
+        self.records += self.clock.close(0.0)
+        return [(r.outcome, r.evidence, r.found_inf) for r in self.records]
+
+
+def _scaler_of(**options):
+    return GradScaler("cpu", init_scale=1024.0, **options)
+
+
+def _wrapped():
+    return [
+        (owner.__name__, name)
+        for owner in (GradScaler, ShardedGradScaler)
+        for name in ("scale", "step")
+        if hasattr(vars(owner).get(name), "__wrapped__")
+    ]
+
+
+def test_an_ordinary_optimizer_is_applied_or_skipped_by_the_scalers_findings():
+    """The scaler reads them on the host itself, before it calls the optimizer."""
+    with _Training() as training:
+        optimizer, scaler = SGD(training.model.parameters(), lr=0.1), _scaler_of()
+        for overflow in (False, True, False):
+            training.step(scaler, optimizer, overflow=overflow)
+        assert training.close() == [
+            (Outcome.APPLIED, Evidence.FOUND_INF, 0.0),
+            (Outcome.SKIPPED, Evidence.FOUND_INF, 1.0),
+            (Outcome.APPLIED, Evidence.FOUND_INF, 0.0),
+        ]
+        assert [r.optimizer_attempt for r in training.records] == [0, 1, 2]
+        assert [r.lr for r in training.records] == [0.1] * 3
+
+
+def test_a_fused_optimizer_decides_on_the_device_and_stays_unknown():
+    """It is called on both steps, so that a call proves nothing."""
+    with _Training() as training:
+        optimizer, scaler = AdamW(training.model.parameters(), fused=True), _scaler_of()
+        for overflow in (False, True):
+            training.step(scaler, optimizer, overflow=overflow)
+        assert training.close() == [(Outcome.UNKNOWN, Evidence.NONE, None)] * 2
+
+
+def test_a_disabled_scaler_leaves_the_hooks_evidence():
+    """It passes the step on and scales nothing."""
+    with _Training() as training:
+        scaler = _scaler_of(enabled=False)
+        training.step(scaler, SGD(training.model.parameters(), lr=0.1))
+        assert training.close() == [(Outcome.APPLIED, Evidence.OPTIMIZER_HOOK, None)]
+        assert training.scalers.current_scale() == (None, ScaleProvenance.NONE_SEEN)
+
+
+def test_the_current_scale_is_the_scalers_own_tensor_once_it_scaled():
+    """Before the first scale nobody knows of a scaler."""
+    with _Training() as training:
+        scaler = _scaler_of()
+        assert training.scalers.current_scale() == (None, ScaleProvenance.NONE_SEEN)
+        scaler.scale(torch.ones(()))
+        scale, provenance = training.scalers.current_scale()
+        assert scale is scaler._scale
+        assert provenance is ScaleProvenance.GRADSCALER
+        assert scale is not None
+        assert scale.item() == 1024.0
+
+
+def test_of_several_scalers_the_one_that_steps_the_models_optimizer_is_its():
+    """Until it did, none of them is believed."""
+    with _Training() as training:
+        other_model = nn.Linear(1, 1)
+        mine, other = _scaler_of(), _scaler_of()
+        other.scale(other_model(torch.ones(1, 1)).sum()).backward()
+        mine.scale(torch.ones(()))
+        assert training.scalers.current_scale() == (None, ScaleProvenance.UNKNOWN)
+        training.step(mine, SGD(training.model.parameters(), lr=0.1))
+        other.step(SGD(other_model.parameters(), lr=0.1))
+        assert training.scalers.current_scale() == (mine._scale, ScaleProvenance.GRADSCALER)
+
+
+def test_a_scaler_that_stepped_only_another_model_is_not_believed():
+    """Its scale would be a guess."""
+    with _Training() as training:
+        other_model, other = nn.Linear(1, 1), _scaler_of()
+        other.scale(other_model(torch.ones(1, 1)).sum()).backward()
+        other.step(SGD(other_model.parameters(), lr=0.1))
+        assert training.scalers.current_scale() == (None, ScaleProvenance.UNKNOWN)
+
+
+def test_a_scaler_that_is_gone_is_forgotten():
+    """The watch keeps no scaler alive."""
+    with _Training() as training:
+        _scaler_of().scale(torch.ones(()))
+        assert training.scalers.current_scale() == (None, ScaleProvenance.NONE_SEEN)
+
+
+def test_the_classes_are_restored_exactly_by_the_last_of_several_watches():
+    """The first to leave must not take the wrapping from the other."""
+    originals = [vars(owner)[name] for owner in (GradScaler, ShardedGradScaler) for name in ("scale",)]
+    with _Training():
+        with _Training():
+            assert _wrapped() == [
+                ("GradScaler", "scale"),
+                ("GradScaler", "step"),
+                ("ShardedGradScaler", "scale"),
+            ]
+        assert len(_wrapped()) == 3
+    assert _wrapped() == []
+    assert [vars(owner)["scale"] for owner in (GradScaler, ShardedGradScaler)] == originals
+
+
+def test_a_wrapper_that_somebody_else_put_on_top_is_left_in_place():
+    """And ours below it becomes a passage."""
+    calls = []
+
+    class _Own(GradScaler):
+        @override
+        def scale(self, outputs):
+            return super().scale(outputs)
+
+    training = _Training()
+    with training:
+        ours = vars(_Own)["scale"]
+
+        def theirs(self, outputs):
+            calls.append(outputs)
+            return ours(self, outputs)
+
+        type.__setattr__(_Own, "scale", theirs)
+    assert hasattr(ours, "__wrapped__")
+    assert vars(_Own)["scale"] is theirs
+    assert _Own("cpu", init_scale=8.0).scale(torch.ones(())).item() == 8.0
+    assert len(calls) == 1
+    assert training.scalers.current_scale() == (None, ScaleProvenance.NONE_SEEN)
+
+
+def test_a_scaler_can_be_pickled_and_copied_under_the_watch():
+    """Checkpoints hold scalers."""
+    with _Training() as training:
+        scaler = _scaler_of()
+        training.step(scaler, SGD(training.model.parameters(), lr=0.1))
+        assert pickle.loads(pickle.dumps(scaler)).state_dict() == scaler.state_dict()
+        assert copy.deepcopy(scaler).state_dict() == scaler.state_dict()
+
+
+def test_a_sharded_scaler_is_seen_though_it_overrides_scale():
+    """It does not call the method of its base class."""
+    with _Training() as training:
+        scaler = ShardedGradScaler("cpu", init_scale=8.0)
+        scaler.scale(torch.ones(()))
+        assert training.scalers.current_scale() == (scaler._scale, ScaleProvenance.GRADSCALER)
+
+
+def test_a_subclass_that_is_made_after_attach_is_known_from_the_next_question_on():
+    """A late import brings one in."""
+    with _Training() as training:
+
+        class _Late(GradScaler):
+            @override
+            def scale(self, outputs):
+                if self._scale is None:
+                    self._lazy_init_scale_growth_tracker(outputs.device)
+                return outputs * self._scale
+
+        scaler = _Late("cpu", init_scale=16.0)
+        assert training.scalers.current_scale() == (None, ScaleProvenance.NONE_SEEN)
+        scaler.scale(torch.ones(()))
+        assert training.scalers.current_scale() == (scaler._scale, ScaleProvenance.GRADSCALER)
+    assert not hasattr(_Late.scale, "__wrapped__")
+
+
+def test_an_exception_of_the_scaler_reaches_the_caller_unchanged():
+    """And leaves no record behind."""
+    with _Training() as training:
+        scaler = _scaler_of()
+        with pytest.raises(AssertionError, match="Attempted step but _scale is None"):
+            scaler.step(SGD(training.model.parameters(), lr=0.1))
+        assert training.close() == []
+
+
+class _HostReads(TorchDispatchMode):
+    """Counts reads of a scalar on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    @override
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def _count_host_reads(training):
+    optimizer, scaler = SGD(training.model.parameters(), lr=0.1), _scaler_of()
+    with _HostReads() as reads:
+        training.step(scaler, optimizer)
+        training.scalers.current_scale()
+    return reads.count
+
+
+def test_the_watch_reads_nothing_on_the_host():
+    """What the scaler reads without it is all that is read with it."""
+    without = _count_host_reads(_Training())
+    with _Training() as training:
+        assert _count_host_reads(training) == without

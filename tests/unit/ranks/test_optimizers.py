@@ -1,0 +1,347 @@
+"""Real optimizers under the watch."""
+
+import contextlib
+import gc
+import os
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
+from torch.optim import optimizer as torch_optimizer
+from typing_extensions import override
+
+from torchinstruments.ranks.clock import StepClock
+from torchinstruments.ranks.optimizers import OptimizerWatch, first_lr
+from torchinstruments.records import Evidence, GradSync, Outcome
+
+
+class _Training:
+    """A model whose root forwards and optimizers feed a clock."""
+
+    def __init__(self, only=None):
+        self.model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+        self.errors = []
+        self.now = 0.0
+        self.clock = StepClock()
+        self.watch = OptimizerWatch(
+            self.clock,
+            self.model.parameters,
+            only,
+            on_error=lambda probe, error: self.errors.append((probe, error)),
+            now=self.tick,
+        )
+        self.watch.attach()
+        self.records = []
+
+    def tick(self):
+        self.now += 1.0
+        return self.now
+
+    def forward(self, x=None):
+        started = self.clock.forward_started(grad_enabled=True, now_s=self.tick(), now_us=0)
+        self.records += started.closed
+        loss = self.model(torch.ones(2, 4) if x is None else x).sum()
+        self.clock.forward_ended(self.tick(), GradSync.NOT_DISTRIBUTED)
+        return loss
+
+    def close(self):
+        self.records += self.clock.close(self.tick())
+        self.watch.detach()
+        assert self.errors == []
+        return self.records
+
+    @property
+    def outcomes(self):
+        return [(r.attempt, r.optimizer, r.optimizer_attempt, r.outcome) for r in self.records]
+
+
+@pytest.fixture
+def training():
+    """A training that leaves no hook behind, whatever the test did."""
+    one = _Training()
+    yield one
+    one.watch.detach()
+
+
+def _hooks():
+    return len(torch_optimizer._global_optimizer_pre_hooks), len(torch_optimizer._global_optimizer_post_hooks)
+
+
+def test_steps_of_the_models_optimizer_are_attempts_with_their_learning_rate(training):
+    """Nothing but the global hooks tells of them."""
+    optimizer = SGD(training.model.parameters(), lr=0.5)
+    for _ in range(2):
+        training.forward().backward()
+        optimizer.step()
+    training.close()
+    assert training.outcomes == [(0, 0, 0, Outcome.APPLIED), (1, 0, 1, Outcome.APPLIED)]
+    assert [(r.lr, r.evidence) for r in training.records] == [(0.5, Evidence.OPTIMIZER_HOOK)] * 2
+
+
+def test_an_optimizer_of_another_model_is_not_counted(training):
+    """As a discriminator's beside an attached generator."""
+    other = nn.Linear(2, 2)
+    training.forward().backward()
+    SGD(other.parameters(), lr=1.0).step()
+    training.close()
+    assert training.outcomes == [(0, -1, 0, Outcome.UNKNOWN)]
+
+
+def test_only_the_named_optimizer_counts_whatever_its_parameters():
+    """An optimizer with master weights of its own shares none with the model."""
+    masters = SGD([nn.Parameter(torch.zeros(3))], lr=1.0)
+    training = _Training(only=masters)
+    other = SGD(training.model.parameters(), lr=1.0)
+    training.forward().backward()
+    other.step()
+    masters.step()
+    training.close()
+    assert training.outcomes == [(0, 0, 0, Outcome.APPLIED)]
+
+
+def test_an_optimizer_made_after_parameters_were_replaced_counts(training):
+    """As after fully_shard; the old one, whose parameters are the model's no longer, does not."""
+    old = SGD(training.model.parameters(), lr=1.0)
+    training.forward().backward()
+    old.step()
+    for layer in training.model:
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+        layer.bias = nn.Parameter(layer.bias.detach().clone())
+    new = SGD(training.model.parameters(), lr=1.0)
+    training.forward().backward()
+    old.step()
+    new.step()
+    training.close()
+    assert training.outcomes == [(0, 0, 0, Outcome.APPLIED), (1, 1, 0, Outcome.APPLIED)]
+
+
+def test_all_parameters_are_compared_once_an_optimizer_and_not_once_a_step(training):
+    """An unsampled step has to cost microseconds, whatever the size of the model."""
+    compared: list[Optimizer] = []
+    belongs = training.watch._belongs
+
+    def counted(optimizer):
+        compared.append(optimizer)
+        return belongs(optimizer)
+
+    training.watch._belongs = counted
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(300)]
+    optimizers = [SGD(training.model.parameters(), lr=1.0), SGD(parameters, lr=1.0)]
+    for _ in range(5):
+        training.forward().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert compared == optimizers
+
+
+def test_a_group_that_is_added_later_can_make_an_optimizer_the_models(training):
+    """The verdict is looked at again when the groups change."""
+    optimizer = SGD([nn.Parameter(torch.zeros(3))], lr=1.0)
+    training.forward().backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": list(training.model.parameters())})
+    optimizer.step()
+    training.close()
+    assert training.outcomes == [(0, 0, 0, Outcome.APPLIED)]
+
+
+def test_a_closures_forwards_belong_to_its_step(training):
+    """LBFGS with several evaluations a step."""
+    optimizer = LBFGS(training.model.parameters(), lr=0.01, max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = training.forward().square()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    training.close()
+    assert [r.attempt for r in training.records] == [0, 1, 2]
+    assert all(r.micro_batches >= 1 for r in training.records)
+
+
+def test_a_subclass_that_calls_its_parents_step_counts_once(training):
+    """Both steps are wrapped by torch and fire the hooks."""
+
+    class _Careful(SGD):
+        @override
+        def step(self, closure=None):
+            return super().step(closure)
+
+    SGD(training.model.parameters(), lr=1.0)
+    optimizer = _Careful(training.model.parameters(), lr=1.0)
+    for _ in range(2):
+        training.forward().backward()
+        optimizer.step()
+    training.close()
+    assert training.outcomes == [(0, 0, 0, Outcome.APPLIED), (1, 0, 1, Outcome.APPLIED)]
+
+
+def test_an_optimizer_that_steps_another_one_counts_once(training):
+    """A wrapper around a fused one, as ZeroRedundancyOptimizer is."""
+
+    class _Outer(SGD):
+        def __init__(self, parameters):
+            super().__init__(parameters, lr=1.0)
+            self.inner = AdamW(self.param_groups[0]["params"], lr=1e-3)
+
+        @override
+        def step(self, closure=None):
+            self.inner.step(closure)
+
+    optimizer = _Outer(list(training.model.parameters()))
+    for _ in range(2):
+        training.forward().backward()
+        optimizer.step()
+    training.close()
+    assert training.outcomes == [(0, 0, 0, Outcome.APPLIED), (1, 0, 1, Outcome.APPLIED)]
+
+
+class _Failing(SGD):
+    """Raises in its first steps."""
+
+    failures = 1
+
+    @override
+    def step(self, closure=None):
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("out of memory")
+        super().step(closure)
+
+
+def test_a_step_that_raises_is_unknown_and_the_next_one_is_its_own(training):
+    """Nothing may take the second step for a part of the first."""
+    optimizer = _Failing(training.model.parameters(), lr=1.0)
+    optimizer.failures = 2
+    for _ in range(4):
+        training.forward().backward()
+        with contextlib.suppress(RuntimeError):
+            optimizer.step()
+    training.close()
+    assert [(r.attempt, r.outcome) for r in training.records] == [
+        (0, Outcome.UNKNOWN),
+        (1, Outcome.UNKNOWN),
+        (2, Outcome.APPLIED),
+        (3, Outcome.APPLIED),
+    ]
+
+
+def test_after_a_step_that_raised_another_optimizer_is_not_inside_it(training):
+    """Its frame may even lie at the same address."""
+    failing = _Failing(training.model.parameters(), lr=1.0)
+    other = SGD(training.model.parameters(), lr=1.0)
+    training.forward().backward()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        failing.step()
+    other.step()
+    training.close()
+    assert training.outcomes == [(0, 0, 0, Outcome.UNKNOWN), (0, 1, 0, Outcome.APPLIED)]
+
+
+def test_what_a_step_that_raised_held_is_not_kept_alive(training):
+    """A kept frame would hold the locals of all its callers."""
+    optimizer = _Failing(training.model.parameters(), lr=1.0)
+
+    def train():
+        activation = torch.ones(3)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            optimizer.step()
+        return weakref.ref(activation)
+
+    training.forward().backward()
+    reference = train()
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_step_with_a_scalers_findings_is_unknown(training):
+    """A fused optimizer is called on a skipped step too."""
+    optimizer = SGD(training.model.parameters(), lr=1.0, fused=True)
+    training.forward().backward()
+    vars(optimizer)["found_inf"] = torch.zeros(())
+    optimizer.step()
+    training.close()
+    assert [(r.outcome, r.evidence) for r in training.records] == [(Outcome.UNKNOWN, Evidence.NONE)]
+
+
+def test_a_learning_rate_that_is_a_tensor_is_not_read():
+    """It may lie on a device."""
+    parameters = [nn.Parameter(torch.zeros(1))]
+    assert first_lr(SGD(parameters, lr=0.25)) == 0.25
+    assert first_lr(AdamW(parameters, lr=torch.tensor(0.25))) is None
+    assert first_lr(object()) is None
+
+
+def test_an_optimizer_is_not_kept_alive_and_its_ordinal_is_not_used_again(training):
+    """Programs that make an optimizer a round must not grow."""
+    references = []
+    for _ in range(3):
+        training.forward().backward()
+        optimizer = SGD(training.model.parameters(), lr=1.0)
+        optimizer.step()
+        references.append(weakref.ref(optimizer))
+        del optimizer
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+    assert training.watch._known == {}
+    training.close()
+    assert [r.optimizer for r in training.records] == [0, 1, 2]
+
+
+def test_errors_inside_the_hooks_stay_inside():
+    """They are reported, and the step happens."""
+    errors = []
+
+    def broken():
+        raise ZeroDivisionError
+
+    watch = OptimizerWatch(StepClock(), broken, on_error=lambda *error: errors.append(error))
+    watch.attach()
+    weight = nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    SGD([weight], lr=0.5).step()
+    watch.detach()
+    assert weight.item() == 0.5
+    assert [(probe, type(error)) for probe, error in errors] == [("optimizer", ZeroDivisionError)]
+
+
+def test_attaching_and_detaching_leaves_torchs_hooks_as_they_were():
+    """Twice attached is once attached."""
+    before = _hooks()
+    watch = OptimizerWatch(StepClock(), lambda: ())
+    watch.attach()
+    watch.attach()
+    assert _hooks() == (before[0] + 1, before[1] + 1)
+    watch.detach()
+    watch.detach()
+    assert _hooks() == before
+
+
+def test_a_forked_child_is_left_alone(training):
+    """Its clock belongs to the parent."""
+    optimizer = SGD(training.model.parameters(), lr=1.0)
+    training.forward().backward()
+    child = os.fork()
+    if child == 0:
+        optimizer.step()
+        os._exit(0 if training.now == 2.0 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_compiled_step_works_with_the_hooks_attached(training):
+    """The hooks return while the compiler traces them."""
+    optimizer = SGD(training.model.parameters(), lr=0.5)
+    compiled = torch.compile(optimizer.step, backend="eager")
+    before = [parameter.detach().clone() for parameter in training.model.parameters()]
+    training.forward().backward()
+    compiled()
+    assert all(
+        torch.equal(old - 0.5 * new.grad, new.detach())
+        for old, new in zip(before, training.model.parameters(), strict=True)
+    )
+    assert training.errors == []

@@ -1,0 +1,468 @@
+"""The writer thread and what it does with sinks."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from typing_extensions import override
+
+from torchinstruments.records import AttemptRecord, ErrorRecord, ModuleRecord, RunRecord, Sample
+from torchinstruments.sinks.delivery import THREAD_NAME, Delivery
+from torchinstruments.sinks.outbox import BoundedOutbox
+from unit.store.material import attempt, forward, module, run_record
+
+WAIT_S = 30.0
+
+
+@dataclass
+class Deferred:
+    """A sample that may fail, or wait, when it is resolved."""
+
+    ordinal: int = 0
+    num_scalars: int = 1
+    before: Callable[[], object] | None = None
+
+    def resolve(self) -> Sample:
+        """Returns a sample without measurements."""
+        if self.before is not None:
+            self.before()
+        return forward(self.ordinal)
+
+
+@dataclass
+class PlainSink:
+    """Keeps what it is given; the protocol that anyone may implement."""
+
+    seen: list[tuple[object, ...]] = field(default_factory=list)
+
+    def initialize(self, run: RunRecord, modules: Sequence[ModuleRecord]) -> None:
+        """Keeps the run's id and the number of layers."""
+        self.seen.append(("initialize", run.run_id, len(modules)))
+
+    def ordinals(self) -> list[object]:
+        """Returns the ordinals of the samples that came."""
+        return [entry[1] for entry in self.seen if entry[0] == "observe"]
+
+    def observe(self, sample: Sample) -> None:
+        """Keeps the ordinal, and the thread's name."""
+        self.seen.append(("observe", sample.ordinal, threading.current_thread().name))
+
+    def close(self) -> None:
+        """Keeps that it was closed."""
+        self.seen.append(("close",))
+
+
+@dataclass
+class KeepingSink(PlainSink):
+    """Keeps everything else too."""
+
+    errors: list[ErrorRecord] = field(default_factory=list)
+    arrived: bool = True
+
+    def attempts(self, records: Sequence[AttemptRecord]) -> None:
+        """Keeps the attempts' numbers."""
+        self.seen.append(("attempts", tuple(record.attempt for record in records)))
+
+    def modules(self, modules: Sequence[ModuleRecord]) -> None:
+        """Keeps the number of layers."""
+        self.seen.append(("modules", len(modules)))
+
+    def error(self, error: ErrorRecord) -> None:
+        """Keeps the error."""
+        self.errors.append(error)
+
+    def tick(self) -> None:
+        """Does nothing."""
+
+    def flush(self) -> bool:
+        """Keeps that it was flushed."""
+        self.seen.append(("flush",))
+        return self.arrived
+
+    def finish(self, timeout_s: float, *, complete: bool) -> bool:
+        """Keeps how it was finished."""
+        assert timeout_s >= 0
+        self.seen.append(("finish", complete))
+        return self.arrived
+
+
+class FailingSink(PlainSink):
+    """Fails at one of its methods."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    @override
+    def initialize(self, run: RunRecord, modules: Sequence[ModuleRecord]) -> None:
+        """Fails where it should."""
+        self.fail("initialize")
+        super().initialize(run, modules)
+
+    @override
+    def observe(self, sample: Sample) -> None:
+        """Fails where it should."""
+        self.fail("observe")
+        super().observe(sample)
+
+    @override
+    def close(self) -> None:
+        """Fails where it should."""
+        self.fail("close")
+        super().close()
+
+    def fail(self, where: str) -> None:
+        """Raises in the method that was chosen."""
+        if where == self.where:
+            raise RuntimeError(f"broken {where}")
+
+
+def raise_value_error() -> None:
+    """A device that lost a copy."""
+    raise ValueError("the copy failed")
+
+
+def test_a_delivery_waits_for_its_run_and_then_hands_over_in_order() -> None:
+    """What was put before the start comes first, and everything comes from the writer thread."""
+    sink = KeepingSink()
+    delivery = Delivery()
+    delivery.put_modules((module(0),))
+    delivery.put_sample(Deferred(0))
+    delivery.put_attempts([attempt(0)])
+    assert THREAD_NAME not in [thread.name for thread in threading.enumerate()]
+
+    delivery.start(run_record(), [sink])
+    delivery.put_sample(Deferred(1))
+
+    assert delivery.close(WAIT_S)
+    assert sink.seen == [
+        ("initialize", "run-1", 1),
+        ("modules", 1),
+        ("observe", 0, THREAD_NAME),
+        ("attempts", (0,)),
+        ("observe", 1, THREAD_NAME),
+        ("finish", True),
+    ]
+
+
+def test_sinks_take_each_sample_in_the_order_they_were_given() -> None:
+    """The first sink has seen a sample before the second does."""
+    order: list[str] = []
+
+    class Named(PlainSink):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        @override
+        def observe(self, sample: Sample) -> None:
+            order.append(f"{self.name}{sample.ordinal}")
+
+    delivery = Delivery()
+    delivery.start(run_record(), [Named("a"), Named("b")])
+    for ordinal in range(2):
+        delivery.put_sample(Deferred(ordinal))
+
+    delivery.close(WAIT_S)
+    assert order == ["a0", "b0", "a1", "b1"]
+
+
+@pytest.mark.parametrize("where", ["initialize", "observe", "close"])
+def test_a_sink_that_fails_disturbs_no_other_and_is_told_of(where: str) -> None:
+    """The failure is in the keeping sink's errors, with the owner, and pending once."""
+    told: list[tuple[str, str]] = []
+
+    def on_error(probe: str, error: Exception) -> None:
+        told.append((probe, str(error)))
+
+    keeper = KeepingSink()
+    delivery = Delivery(on_error)
+    delivery.start(run_record(), [FailingSink(where), keeper])
+    delivery.put_sample(Deferred(0))
+
+    delivery.close(WAIT_S)
+
+    assert ("observe", 0, THREAD_NAME) in keeper.seen
+    assert [(error.probe, error.module, error.type, error.message) for error in keeper.errors] == [
+        ("sink", "FailingSink", "RuntimeError", f"broken {where}")
+    ]
+    assert told == [("sink", f"broken {where}")]
+    assert str(delivery.pending_error()) == f"broken {where}"
+    assert delivery.pending_error() is None
+
+
+def test_a_sink_that_could_not_begin_is_asked_for_nothing_more() -> None:
+    """It has no run to write samples of."""
+    sink = FailingSink("initialize")
+    delivery = Delivery()
+    delivery.start(run_record(), [sink])
+    delivery.put_sample(Deferred(0))
+
+    delivery.close(WAIT_S)
+
+    assert sink.seen == []
+
+
+def test_a_sink_that_fails_at_keeping_errors_does_not_end_the_thread() -> None:
+    """Two such sinks would else tell each other for ever."""
+
+    class Hopeless(KeepingSink):
+        @override
+        def error(self, error: ErrorRecord) -> None:
+            raise RuntimeError(f"cannot keep {error.message}")
+
+    keeper = KeepingSink()
+    delivery = Delivery()
+    delivery.start(run_record(), [Hopeless(), Hopeless(), FailingSink("observe"), keeper])
+    delivery.put_sample(Deferred(0))
+
+    assert delivery.close(WAIT_S)
+    assert [error.message for error in keeper.errors] == ["broken observe"]
+
+
+def test_an_owner_that_fails_at_being_told_does_not_end_the_thread() -> None:
+    """The next sample is still handed over."""
+
+    def on_error(probe: str, error: Exception) -> None:
+        raise RuntimeError("no ears")
+
+    keeper = KeepingSink()
+    delivery = Delivery(on_error)
+    delivery.start(run_record(), [FailingSink("observe"), keeper])
+    for ordinal in range(2):
+        delivery.put_sample(Deferred(ordinal))
+
+    assert delivery.close(WAIT_S)
+    assert keeper.ordinals() == [0, 1]
+
+
+def test_a_sample_that_cannot_be_resolved_is_counted_and_the_next_one_comes() -> None:
+    """Its scalars count as rows that were dropped."""
+    keeper = KeepingSink()
+    delivery = Delivery()
+    delivery.start(run_record(), [keeper])
+    delivery.put_sample(Deferred(0, num_scalars=7, before=raise_value_error))
+    delivery.put_sample(Deferred(1))
+
+    delivery.close(WAIT_S)
+
+    assert keeper.ordinals() == [1]
+    assert delivery.rows_dropped == 7
+    assert [(error.probe, error.message) for error in keeper.errors] == [("reducer", "the copy failed")]
+
+
+def test_what_did_not_fit_into_the_queue_is_counted_and_told_once() -> None:
+    """The newest samples are dropped; the error says how many."""
+    keeper = KeepingSink()
+    delivery = Delivery(outbox=BoundedOutbox(max_scalars=10))
+    for ordinal in range(5):
+        delivery.put_sample(Deferred(ordinal, num_scalars=4))
+
+    delivery.start(run_record(), [keeper])
+    delivery.close(WAIT_S)
+
+    assert keeper.ordinals() == [0, 1]
+    assert delivery.rows_dropped == 12
+    assert [error.message for error in keeper.errors] == [
+        "the queue to the writer thread was full: 3 deliveries of samples, 12 scalars were dropped"
+    ]
+
+
+def test_a_put_returns_while_a_sink_is_busy() -> None:
+    """The training thread never waits for the writer."""
+    release, busy = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        busy.set()
+        release.wait(WAIT_S)
+
+    keeper = KeepingSink()
+    delivery = Delivery()
+    delivery.start(run_record(), [keeper])
+    delivery.put_sample(Deferred(0, before=wait))
+    assert busy.wait(WAIT_S)
+
+    for ordinal in range(1, 1000):
+        delivery.put_sample(Deferred(ordinal))
+    assert len(keeper.seen) == 1
+    release.set()
+
+    assert delivery.close(WAIT_S)
+    assert len(keeper.seen) == 1002
+
+
+def test_a_flush_answers_for_everything_that_was_put_before_it() -> None:
+    """Sinks have taken it and flushed."""
+    keeper = KeepingSink()
+    delivery = Delivery()
+    delivery.start(run_record(), [keeper])
+    delivery.put_sample(Deferred(0))
+
+    assert delivery.flush(WAIT_S)
+
+    assert keeper.seen[1:] == [("observe", 0, THREAD_NAME), ("flush",)]
+    delivery.close(WAIT_S)
+
+
+def test_a_flush_that_the_target_refused_says_so() -> None:
+    """Rows wait in memory, and the caller learns it."""
+    delivery = Delivery()
+    delivery.start(run_record(), [KeepingSink(arrived=False)])
+
+    assert not delivery.flush(WAIT_S)
+    assert not delivery.close(WAIT_S)
+
+
+def test_a_flush_gives_up_after_its_time() -> None:
+    """A sink that hangs does not hang the caller."""
+    release = threading.Event()
+    delivery = Delivery()
+    delivery.start(run_record(), [KeepingSink()])
+    delivery.put_sample(Deferred(0, before=lambda: release.wait(WAIT_S)))
+
+    assert not delivery.flush(0.05)
+
+    release.set()
+    assert delivery.close(WAIT_S)
+
+
+def test_a_flush_before_the_start_says_that_nothing_is_durable() -> None:
+    """It does not wait for a run that may never be known."""
+    delivery = Delivery()
+    delivery.put_sample(Deferred(0))
+
+    assert not delivery.flush(WAIT_S)
+
+
+def test_closing_twice_closes_the_sinks_once() -> None:
+    """The second call waits for the same end."""
+    keeper = KeepingSink()
+    delivery = Delivery()
+    delivery.start(run_record(), [keeper])
+
+    assert delivery.close(WAIT_S)
+    assert delivery.close(WAIT_S)
+
+    assert keeper.seen.count(("finish", True)) == 1
+
+
+def test_after_closing_nothing_is_taken_and_no_thread_is_left() -> None:
+    """A hook that fires late does no harm."""
+    keeper = KeepingSink()
+    delivery = Delivery()
+    delivery.start(run_record(), [keeper])
+    delivery.close(WAIT_S)
+
+    delivery.put_sample(Deferred(0))
+    delivery.put_attempts([attempt(0)])
+    delivery.start(run_record(), [keeper])
+
+    assert len(delivery._outbox) == 0
+    assert THREAD_NAME not in [thread.name for thread in threading.enumerate()]
+
+
+def test_closing_from_a_sink_does_not_wait_for_itself() -> None:
+    """A sink that closes its own delivery gets an answer instead of a deadlock."""
+    answers: list[bool] = []
+    delivery = Delivery()
+
+    class Closing(KeepingSink):
+        @override
+        def observe(self, sample: Sample) -> None:
+            answers.append(delivery.close(WAIT_S))
+            answers.append(delivery.flush(sample.ordinal + WAIT_S))
+
+    delivery.start(run_record(), [Closing()])
+    delivery.put_sample(Deferred(0))
+
+    assert delivery.close(WAIT_S)
+    assert answers == [False, False]
+
+
+def test_sinks_that_keep_errors_are_closed_last() -> None:
+    """What another sink fails at while closing still comes into the manifest."""
+    keeper = KeepingSink()
+    delivery = Delivery()
+    delivery.start(run_record(), [keeper, FailingSink("close")])
+
+    delivery.close(WAIT_S)
+
+    assert [error.message for error in keeper.errors] == ["broken close"]
+
+
+def test_the_processor_time_of_the_thread_is_told() -> None:
+    """What telemetry costs is visible."""
+
+    def work() -> None:
+        sum(index * index for index in range(200_000))
+
+    delivery = Delivery()
+    delivery.start(run_record(), [KeepingSink()])
+    delivery.put_sample(Deferred(0, before=work))
+    delivery.close(WAIT_S)
+
+    assert delivery.writer_s > 0
+
+
+def test_a_forked_child_takes_nothing_and_closes_at_once() -> None:
+    """It inherits no writer thread, and must not hang on one."""
+    delivery = Delivery()
+    keeper = KeepingSink()
+    delivery.start(run_record(), [keeper])
+    delivery.put_sample(Deferred(0))
+    assert delivery.flush(WAIT_S)
+
+    child = os.fork()
+    if child == 0:
+        delivery.put_sample(Deferred(1))
+        delivery.put_attempts([attempt(0)])
+        quiet = len(delivery._outbox) == 0 and delivery.flush(WAIT_S) and delivery.close(WAIT_S)
+        os._exit(0 if quiet else 1)
+    _, status = os.waitpid(child, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 0
+    delivery.put_sample(Deferred(2))
+    assert delivery.close(WAIT_S)
+    assert keeper.ordinals() == [0, 2]
+
+
+SCRIPT = """
+    import sys
+    from unit.sinks.test_delivery import Deferred, KeepingSink
+    from unit.store.material import run_record
+    from torchinstruments.sinks.delivery import Delivery
+
+    class Printing(KeepingSink):
+        def finish(self, timeout_s, *, complete):
+            print(self.ordinals(), complete, timeout_s <= 5, flush=True)
+            return True
+
+    delivery = Delivery()
+    delivery.start(run_record(), [Printing()])
+    delivery.put_sample(Deferred(7))
+    {ending}
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "sys.exit(0)", "raise SystemExit", "delivery.close(30)"])
+def test_an_interpreter_that_ends_flushes_what_is_open(ending: str) -> None:
+    """A script that never closes loses nothing, and its manifest is marked without derived copies."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    environment = {**os.environ, "PYTHONPATH": root}
+
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT.format(ending=ending))],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+        check=False,
+    )
+
+    closed = ending.startswith("delivery")
+    assert (result.stdout, result.stderr) == (f"[7] {closed} {not closed}\n", "")

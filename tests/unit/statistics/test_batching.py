@@ -1,0 +1,296 @@
+"""Scalars of many tensors, one copy, and reducers that cannot hurt each other."""
+
+import math
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchinstruments.records import Absent
+from torchinstruments.statistics.batching import MeasuredScalars, ScalarBatch
+from torchinstruments.statistics.contract import Reducer, Scalar
+from torchinstruments.statistics.isolation import isolated
+from torchinstruments.statistics.profile import PROFILE_METRICS, ExactProfile
+from torchinstruments.statistics.reducers import default_reducers
+from unit.statistics.accelerator import Accelerator, put
+
+
+class Errors(list[tuple[str, BaseException]]):
+    """Keeps what a batch reports."""
+
+    def __call__(self, probe: str, error: BaseException) -> None:
+        """Takes one error."""
+        self.append((probe, error))
+
+
+class Declared:
+    """A reducer that declares two metrics and returns what it was made with."""
+
+    metrics = ("first", "second")
+
+    def __init__(self, results: Any) -> None:
+        self.results = results
+
+    def __call__(self, _tensor: torch.Tensor) -> Mapping[str, Scalar]:
+        """Returns the results, or raises them."""
+        if isinstance(self.results, Exception):
+            raise self.results
+        return self.results
+
+
+def returning(results: Any) -> Reducer:
+    """Returns a reducer that always returns the same."""
+
+    def reducer(tensor: torch.Tensor) -> Mapping[str, Scalar]:
+        return results
+
+    return reducer
+
+
+def measure(*reducers: Reducer, tensor: torch.Tensor | None = None) -> tuple[MeasuredScalars, Errors]:
+    """Returns the scalars of one tensor and the errors that were reported."""
+    errors = Errors()
+    batch = ScalarBatch(reducers, errors)
+    with isolated("cpu"):
+        index = batch.add(torch.tensor([1.0, 3.0]) if tensor is None else tensor)
+        batch.seal()
+    measured = batch.read(index)
+    assert batch.num_scalars == len(measured.metrics)
+    return measured, errors
+
+
+def by_name(measured: MeasuredScalars) -> dict[str, Any]:
+    """Returns each value, or its reason, by metric."""
+    return {
+        metric: value if reason == "" else reason
+        for metric, value, reason in zip(measured.metrics, measured.values, measured.reasons, strict=True)
+    }
+
+
+def test_tensors_are_read_by_the_index_that_they_got() -> None:
+    """Each tensor has its own scalars, whatever order they are read in."""
+    batch = ScalarBatch(default_reducers(), Errors())
+    first, second = batch.add(torch.tensor([1.0, 3.0])), batch.add(torch.tensor([10.0]))
+    batch.seal()
+    assert batch.num_scalars == 18
+    assert by_name(batch.read(second))["mean"] == 10.0
+    assert by_name(batch.read(first))["mean"] == 2.0
+
+
+def test_a_tensor_is_measured_as_it_was_when_it_was_added() -> None:
+    """What an in-place operation does afterwards is not seen."""
+    batch = ScalarBatch(default_reducers(), Errors())
+    tensor, scale = torch.tensor([1.0, 3.0]), torch.tensor(2.0)
+    index, scale_index = batch.add(tensor), batch.add_scalar(scale)
+    tensor.zero_()
+    scale.zero_()
+    batch.seal()
+    assert by_name(batch.read(index))["max"] == 3.0
+    assert batch.read_scalar(scale_index) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (True, 1.0),
+        (7, 7.0),
+        (0.5, 0.5),
+        (torch.tensor(4), 4.0),
+        (torch.tensor([[2.5]], dtype=torch.bfloat16), 2.5),
+        (torch.tensor(True), 1.0),
+        (np.float32(1.5), 1.5),
+        (np.int64(3), 3.0),
+        (Decimal("0.25"), 0.25),
+        (Absent("no_gradient"), "no_gradient"),
+        (math.nan, "nonfinite_result"),
+        (torch.tensor(-math.inf), "nonfinite_result"),
+        (10**400, "overflow"),
+        (
+            torch.ones(2, 3),
+            "reducer_error: TypeError: x is a float32 tensor of shape (2, 3), not a real scalar",
+        ),
+        (
+            torch.tensor(1j),
+            "reducer_error: TypeError: x is a complex64 tensor of shape (), not a real scalar",
+        ),
+        ("0.5", "reducer_error: TypeError: x is of type str, not a real scalar"),
+        (None, "reducer_error: TypeError: x is of type NoneType, not a real scalar"),
+        (1j, "reducer_error: TypeError: x is of type complex, not a real scalar"),
+    ],
+)
+def test_a_value_is_a_finite_number_or_says_why_not(value: object, expected: object) -> None:
+    """Numbers of every kind are taken; nothing that is not finite gets through."""
+    measured, errors = measure(returning({"x": value}))
+    found = by_name(measured)["x"]
+    assert found == expected or str(found).startswith(f"{expected};")
+    assert len(errors) == str(expected).startswith("reducer_error")
+
+
+def test_a_reducer_that_raises_costs_only_its_own_values() -> None:
+    """Its declared metrics say what it raised; the others are there; the error is reported once."""
+    measured, errors = measure(
+        ExactProfile(), Declared(ZeroDivisionError("division by\nzero")), returning({"x": 1})
+    )
+    found = by_name(measured)
+    assert found["first"] == found["second"] == "reducer_error: ZeroDivisionError: division by zero"
+    assert (found["mean"], found["x"]) == (2.0, 1.0)
+    assert [(probe, type(error)) for probe, error in errors] == [("reducer", ZeroDivisionError)]
+
+
+def test_a_reducer_that_raises_and_declares_nothing_is_named() -> None:
+    """Its one row stands under the name of the function."""
+
+    def explodes(tensor: torch.Tensor) -> Mapping[str, Scalar]:
+        raise RuntimeError("boom")
+
+    measured, _ = measure(explodes)
+    assert by_name(measured) == {"explodes": "reducer_error: RuntimeError: boom"}
+
+
+def test_a_duplicate_metric_does_not_displace_the_first() -> None:
+    """The later one says so under a name of its own, for a name stands once for a tensor."""
+    measured, errors = measure(ExactProfile(), returning({"mean": 5.0, "x": 1.0}), returning({"mean": 6.0}))
+    assert len(set(measured.metrics)) == len(measured.metrics) == 12
+    found = by_name(measured)
+    assert (found["mean"], found["x"]) == (2.0, 1.0)
+    assert found["reducer.mean"] == found["reducer.mean#2"] == "reducer_error: duplicate metric 'mean'"
+    assert len(errors) == 2
+
+
+@pytest.mark.parametrize("results", [None, [("x", 1.0)], 3.0, {"": 1.0}, {3: 1.0}])
+def test_what_is_no_mapping_from_names_is_refused(results: Any) -> None:
+    """The row under the reducer's name says what came instead."""
+    measured, errors = measure(returning(results))
+    assert measured.metrics == ("reducer",)
+    assert measured.reasons[0].startswith("reducer_error: TypeError: it")
+    assert len(errors) == 1
+
+
+def test_a_declared_metric_that_is_not_returned_says_so() -> None:
+    """A name that was announced has a row in every sample."""
+    measured, errors = measure(Declared({"first": 1.0}))
+    assert by_name(measured) == {
+        "first": 1.0,
+        "second": "reducer_error: it did not return its metric 'second'",
+    }
+    assert len(errors) == 1
+
+
+def test_a_reducer_that_changes_its_tensor_is_reported() -> None:
+    """Numbers of a tensor that its reducer wrote to are not kept."""
+
+    def doubles(tensor: torch.Tensor) -> Mapping[str, Scalar]:
+        return {"x": tensor.mul_(2).sum()}
+
+    measured, _ = measure(doubles)
+    assert measured.reasons == (
+        "reducer_error: RuntimeError: it changed the tensor that it was given to measure",
+    )
+
+
+def test_inference_tensors_are_taken() -> None:
+    """They have no version to compare, and are measured all the same."""
+    with torch.inference_mode():
+        measured, errors = measure(ExactProfile(), tensor=torch.ones(3))
+    assert by_name(measured)["mean"] == 1.0
+    assert errors == []
+
+
+@pytest.mark.parametrize(("number", "expected"), [(65536.0, 65536.0), (math.inf, None), (math.nan, None)])
+def test_a_scalar_that_is_brought_along_is_finite_or_none(number: float, expected: object) -> None:
+    """A loss scale that overflowed is not passed off as a number."""
+    batch = ScalarBatch(default_reducers(), Errors())
+    index = batch.add_scalar(torch.tensor([number]))
+    batch.seal()
+    assert (batch.read_scalar(index), batch.num_scalars) == (expected, 1)
+
+
+def test_a_scalar_that_is_none_is_reported_and_does_not_raise() -> None:
+    """Nothing leaves a hook, whatever was given to it."""
+    errors = Errors()
+    batch = ScalarBatch(default_reducers(), errors)
+    index = batch.add_scalar(torch.ones(3))
+    batch.seal()
+    assert batch.read_scalar(index) is None
+    assert len(errors) == 1
+
+
+def device_batch(errors: Errors, *reducers: Reducer, tensors: Sequence[torch.Tensor]) -> ScalarBatch:
+    """Returns a sealed batch of tensors on an accelerator that refuses to be waited for."""
+    with Accelerator():
+        batch = ScalarBatch(reducers, errors)
+        for tensor in tensors:
+            batch.add(put(tensor))
+        batch.add_scalar(put(torch.tensor(8.0)))
+        batch.seal()
+    return batch
+
+
+def test_on_a_device_everything_comes_in_one_copy_after_seal() -> None:
+    """The profile, separate scalars and the loss scale are there without one read on the training thread."""
+    errors = Errors()
+    first, second = torch.tensor([1.0, 3.0, math.nan, 0.0]), torch.arange(5).to(torch.float16)
+
+    def spread(tensor: torch.Tensor) -> Mapping[str, Scalar]:
+        return {"spread": tensor.nan_to_num().max() - tensor.nan_to_num().min(), "host": 1}
+
+    batch = device_batch(errors, ExactProfile(), spread, tensors=[first, second])
+    assert errors == []
+    with Accelerator():
+        for index, tensor in enumerate((first, second)):
+            expected = dict(ExactProfile()(tensor)) | {"spread": 3.0 + index, "host": 1.0}
+            assert by_name(batch.read(index)) == pytest.approx(expected)
+        assert batch.read_scalar(0) == 8.0
+
+
+def test_on_a_device_reasons_follow_from_the_counts() -> None:
+    """What the training thread could not know is said when the numbers have come."""
+    nothing = torch.tensor([math.nan, math.inf])
+    batch = device_batch(Errors(), ExactProfile(), tensors=[nothing, torch.empty(0)])
+    with Accelerator():
+        found, empty = by_name(batch.read(0)), by_name(batch.read(1))
+    assert (found["mean"], found["nonfinite_fraction"]) == ("no_finite_entries", 1.0)
+    assert empty == dict.fromkeys(PROFILE_METRICS, "empty")
+
+
+def test_on_a_device_a_reducer_that_reads_is_isolated_like_any_other() -> None:
+    """Whatever it raises there, the profile beside it is measured."""
+
+    def reads(tensor: torch.Tensor) -> Mapping[str, Scalar]:
+        return {"x": tensor.sum().item()}
+
+    errors = Errors()
+    batch = device_batch(errors, reads, ExactProfile(), tensors=[torch.tensor([2.0])])
+    with Accelerator():
+        found = by_name(batch.read(0))
+    assert found["reads"].startswith("reducer_error: AssertionError: _local_scalar_dense makes")
+    assert (found["mean"], len(errors)) == (2.0, 1)
+
+
+def test_a_nonfinite_scalar_of_a_device_has_its_reason() -> None:
+    """Seen only after the copy, it is none the less absent with a reason."""
+
+    def infinite(tensor: torch.Tensor) -> Mapping[str, Scalar]:
+        return {"x": tensor.sum() / 0}
+
+    batch = device_batch(Errors(), infinite, tensors=[torch.ones(2)])
+    with Accelerator():
+        assert batch.read(0) == MeasuredScalars(("x",), (None,), ("nonfinite_result",))
+
+
+def test_a_copy_that_fails_is_reported_and_named_in_every_value() -> None:
+    """The training thread goes on; each value says what became of it."""
+    errors = Errors()
+    with Accelerator():
+        batch = ScalarBatch(default_reducers(), errors)
+        index = batch.add(put(torch.ones(2)))
+        next(iter(batch._devices.values()))._parts.append(torch.ones(1))
+        batch.seal()
+    measured = batch.read(index)
+    assert set(measured.values) == {None}
+    assert set(measured.reasons) == {measured.reasons[0]}
+    assert measured.reasons[0].startswith("reducer_error: RuntimeError: AssertionError: cat mixes")
+    assert len(errors) == 1

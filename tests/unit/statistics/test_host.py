@@ -1,0 +1,29 @@
+"""Which form a CPU tensor is measured in."""
+
+import pytest
+import torch
+
+from torchinstruments.statistics import host
+from torchinstruments.statistics.ordered import CountedEntries, SortedEntries
+from torchinstruments.statistics.scanned import ScannedEntries
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "max_scratch_bytes", "form"),
+    [
+        (torch.float32, 1000, 4000, SortedEntries),
+        (torch.float32, 1001, 4000, ScannedEntries),
+        (torch.float64, 1000, 4000, ScannedEntries),
+        (torch.bfloat16, 1000, 4000, SortedEntries),
+        (torch.bfloat16, 1001, 4000, CountedEntries),
+        (torch.float16, 32_768, 1 << 28, CountedEntries),
+        (torch.int16, 10, 1 << 28, SortedEntries),
+        (torch.float8_e4m3fn, 1, 1 << 28, CountedEntries),
+        (torch.bool, 1, 1 << 28, CountedEntries),
+    ],
+)
+def test_the_form_follows_dtype_size_and_bound(
+    dtype: torch.dtype, size: int, max_scratch_bytes: int, form: type
+) -> None:
+    """A copy is sorted only where it fits; small dtypes are counted."""
+    assert type(host._ordered(torch.zeros(size, dtype=dtype), max_scratch_bytes)) is form

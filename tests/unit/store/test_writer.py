@@ -1,0 +1,551 @@
+"""What a writer makes durable, when, and what it does while it cannot."""
+
+import errno
+import io
+import json
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from torchinstruments.config import HistoryConfig
+from torchinstruments.records import Counters, ErrorRecord, Sample, SampleState, Signal
+from torchinstruments.store import schema
+from torchinstruments.store.catalog import decode_catalog
+from torchinstruments.store.manifest import Manifest, decode_manifest
+from torchinstruments.store.waiting import RETRY_AFTER_S
+from torchinstruments.store.writer import RankWriter
+from unit.store.material import (
+    START_US,
+    HandClock,
+    MemoryTarget,
+    attempt,
+    backward,
+    claim,
+    forward,
+    identity,
+    measurement,
+    module,
+)
+
+
+class Rig:
+    """A writer on a target in memory, and the clock that it reads."""
+
+    def __init__(
+        self,
+        buffer_rows: int = 1000,
+        generation: int = 0,
+        spool_path: str = "",
+        max_bytes: int = 2**26,
+    ) -> None:
+        self.target = MemoryTarget()
+        self.clock = HandClock()
+        self.reported: list[tuple[str, str]] = []
+        self.training = Counters()
+        self.writer = RankWriter(
+            identity(),
+            claim(generation),
+            HistoryConfig(buffer_rows=buffer_rows),
+            self.target,
+            counters=self.count,
+            report=self.report,
+            clock=self.clock,
+            spool_path=spool_path,
+            max_waiting_bytes=max_bytes,
+        )
+
+    def count(self) -> Counters:
+        """Returns what the training side counted."""
+        return self.training
+
+    def report(self, probe: str, error: Exception) -> None:
+        """Keeps a report."""
+        self.reported.append((probe, str(error)))
+
+    def pass_time(self, seconds: int) -> None:
+        """Lets time pass, a tick a second."""
+        for _ in range(seconds):
+            self.clock.now_s += 1
+            self.writer.tick()
+
+    def rows(self, table: str) -> list[dict[str, Any]]:
+        """Returns all durable rows of a table."""
+        return [row for data in self.target.of(table) for row in pq.read_table(io.BytesIO(data)).to_pylist()]
+
+    def manifest(self) -> Manifest:
+        """Returns the newest manifest."""
+        return decode_manifest(self.target.last("process-"))
+
+    def num_manifests(self) -> int:
+        """Returns how often the manifest was written."""
+        return sum(name.startswith("process-") for name, _ in self.target.documents)
+
+
+def test_rows_become_durable_when_the_buffer_is_full() -> None:
+    """The sample that fills the buffer goes with those before it, into one part."""
+    rig = Rig(buffer_rows=6)
+
+    rig.writer.add_sample(forward(0, measurement(), settled=True))
+    assert rig.rows("history") == []
+    rig.writer.add_sample(forward(1, measurement(), settled=True))
+
+    assert [row["sample_id"] for row in rig.rows("history")] == [0, 0, 0, 1, 1, 1]
+    assert len(rig.target.of("history")) == 1
+
+
+def test_rows_become_durable_after_thirty_seconds() -> None:
+    """A slow sampler's rows do not wait for a full buffer."""
+    rig = Rig()
+    rig.writer.add_sample(forward(0, measurement(), settled=True))
+    rig.writer.add_attempts([attempt(0)])
+
+    rig.pass_time(29)
+    assert rig.target.parts == []
+    rig.pass_time(1)
+
+    assert [(table, num_rows) for table, num_rows, _ in rig.target.parts] == [
+        ("history", 3),
+        ("samples", 1),
+        ("steps", 1),
+    ]
+
+
+def test_a_full_buffer_keeps_an_unsettled_sample_until_its_gradients_come() -> None:
+    """An output and its gradient come to lie side by side in one part."""
+    rig = Rig(buffer_rows=6)
+    rig.writer.add_sample(forward(0, measurement(), settled=True))
+    rig.writer.add_sample(forward(1, measurement()))
+    assert [row["sample_id"] for row in rig.rows("history")] == [0, 0, 0]
+
+    rig.writer.add_sample(backward(1, measurement(signal=Signal.OUTPUT_GRADIENT)))
+
+    assert [row["signal"] for row in rig.rows("history")[3:]] == ["output"] * 3 + ["output_gradient"] * 3
+
+
+def test_unsettled_samples_that_fill_the_buffer_alone_are_written() -> None:
+    """Gradients that never come do not let the buffer grow."""
+    rig = Rig(buffer_rows=6)
+
+    for ordinal in range(10):
+        rig.writer.add_sample(forward(ordinal, measurement()))
+
+    assert len(rig.rows("history")) == 30
+
+
+def test_stored_sample_ids_begin_at_the_generations_first() -> None:
+    """A restart's samples come after all earlier ones of the rank."""
+    rig = Rig(generation=2)
+    rig.writer.add_sample(forward(7, measurement(), settled=True))
+
+    rig.writer.flush()
+
+    assert {row["sample_id"] for row in rig.rows("history")} == {2_000_000_007}
+    assert {row["generation"] for row in rig.rows("samples")} == {2}
+
+
+def test_a_samples_row_sums_its_deliveries() -> None:
+    """Rows, backwards, seconds and errors of forward and backwards are added up."""
+    rig = Rig()
+    rig.writer.add_sample(forward(0, measurement()))
+    rig.writer.add_sample(backward(0, measurement(), settled=False))
+    rig.writer.add_sample(backward(0, measurement(), index=1))
+
+    rig.writer.flush()
+
+    (row,) = rig.rows("samples")
+    names = ("state", "num_backwards", "collection_forward_s", "collection_backward_s", "rows", "errors")
+    assert [row[name] for name in names] == ["backward_observed", 2, 0.25, 1.0, 9, 1]
+
+
+def test_a_sample_without_a_backward_gets_its_row_within_thirty_seconds() -> None:
+    """What is known of it does not wait for a backward that may never come."""
+    rig = Rig()
+    rig.writer.add_sample(forward(0, measurement()))
+
+    rig.pass_time(30)
+
+    assert [row["state"] for row in rig.rows("samples")] == ["forward_complete"]
+
+
+def test_a_late_backward_gives_a_superseding_row() -> None:
+    """The later row has the larger sums, by which readers choose it."""
+    rig = Rig()
+    rig.writer.add_sample(forward(0, measurement()))
+    rig.pass_time(40)
+    rig.writer.add_sample(backward(0, measurement()))
+
+    rig.pass_time(30)
+
+    rows = rig.rows("samples")
+    assert [(row["sample_id"], row["state"], row["rows"]) for row in rows] == [
+        (0, "forward_complete", 3),
+        (0, "backward_observed", 6),
+    ]
+
+
+def test_a_sample_without_measurements_has_a_row_all_the_same() -> None:
+    """A missed sample leaves no scalars, but is not silent."""
+    rig = Rig()
+    missed = forward(0, settled=True)
+    rig.writer.add_sample(
+        Sample(
+            **{name: getattr(missed, name) for name in Sample.__slots__ if name != "state"},
+            state=SampleState.MISSED,
+        )
+    )
+
+    rig.pass_time(30)
+
+    assert [(row["state"], row["rows"]) for row in rig.rows("samples")] == [("missed", 0)]
+    assert rig.target.of("history") == []
+
+
+def test_the_first_manifest_says_who_runs_at_once() -> None:
+    """Status can be asked before the first row is durable."""
+    rig = Rig(spool_path="/spool")
+    rig.writer.start([module(0)])
+
+    manifest = rig.manifest()
+    assert (manifest.rank, manifest.process, manifest.pid, manifest.status) == (
+        0,
+        "1a2b3c4d",
+        4711,
+        "running",
+    )
+    assert manifest.next_write_due_s == 300
+    assert manifest.spool_path == "/spool"
+
+
+def test_the_manifest_beats_at_least_every_five_minutes_when_nothing_happens() -> None:
+    """Readers tell a live process from a dead one by it."""
+    rig = Rig()
+    rig.writer.start(())
+
+    rig.pass_time(301)
+
+    assert rig.num_manifests() == 2
+
+
+def test_the_manifest_is_written_at_most_once_a_minute_however_much_happens() -> None:
+    """Its cost does not grow with the number of parts."""
+    rig = Rig(buffer_rows=1)
+    rig.writer.start(())
+
+    for ordinal in range(120):
+        rig.writer.add_sample(forward(ordinal, measurement(), settled=True))
+        rig.pass_time(1)
+
+    assert rig.num_manifests() == 3
+    assert len(rig.target.of("history")) == 120
+
+
+def test_the_size_of_the_manifest_does_not_grow_with_the_parts() -> None:
+    """It has counts, never a list of parts."""
+    rig = Rig(buffer_rows=1)
+    rig.writer.start(())
+    before = len(rig.target.last("process-"))
+
+    for ordinal in range(50):
+        rig.writer.add_sample(forward(ordinal, measurement(), settled=True))
+    rig.pass_time(61)
+
+    assert len(rig.target.last("process-")) < before + 200
+
+
+def test_the_manifest_tells_the_last_durable_sample_and_the_counters() -> None:
+    """What lies in the buffer does not count as durable."""
+    rig = Rig()
+    rig.training = Counters(forwards=12, samples=2, rows_dropped=5)
+    rig.writer.start(())
+    rig.writer.add_sample(forward(3, measurement(), settled=True))
+    assert rig.manifest().last_sample_id is None
+
+    rig.writer.close(0)
+
+    manifest = rig.manifest()
+    assert manifest.last_sample_id == 3
+    assert manifest.last_sample_at.startswith("2023-11-14T22:13:20.000003")
+    assert (manifest.counters.forwards, manifest.counters.rows, manifest.counters.rows_dropped) == (12, 3, 5)
+    assert manifest.counters.parts == 2
+    assert manifest.tables["history"].rows_in_spool == 3
+
+
+def test_closing_makes_everything_durable_and_says_closed() -> None:
+    """Nothing is left in memory, and the target is waited for before and after the manifest."""
+    rig = Rig()
+    rig.writer.start([module(0)])
+    rig.writer.add_sample(forward(0, measurement()))
+    rig.writer.add_attempts([attempt(0)])
+
+    assert rig.writer.close(5.0)
+
+    assert (len(rig.rows("history")), len(rig.rows("samples")), len(rig.rows("steps"))) == (3, 1, 1)
+    assert rig.manifest().status == "closed"
+    assert rig.target.finished_within == [5.0, 5.0]
+
+
+def test_closing_twice_writes_nothing_twice() -> None:
+    """A second close finds everything done."""
+    rig = Rig()
+    rig.writer.start(())
+    rig.writer.close(0)
+    documents = len(rig.target.documents)
+
+    assert rig.writer.close(0)
+
+    assert len(rig.target.documents) == documents
+
+
+def test_a_flush_writes_unsettled_samples_too() -> None:
+    """Everything that was taken is durable after it."""
+    rig = Rig()
+    rig.writer.add_sample(forward(0, measurement()))
+
+    assert rig.writer.flush()
+
+    assert len(rig.rows("history")) == 3
+    assert [row["state"] for row in rig.rows("samples")] == ["forward_complete"]
+
+
+def test_the_catalog_is_written_at_once_and_then_at_most_once_a_minute() -> None:
+    """Layers that fired later are told, but not with each of them."""
+    rig = Rig()
+    rig.writer.start([module(0)])
+    for fired in range(1, 60):
+        rig.writer.set_modules([module(0, fired=fired)])
+        rig.pass_time(1)
+    catalogs = [data for name, data in rig.target.documents if name == "modules-1a2b3c4d.json"]
+    assert len(catalogs) == 1
+
+    rig.pass_time(1)
+
+    catalog = decode_catalog(rig.target.last("modules-"))
+    assert [one.fired for one in catalog.modules] == [59]
+    assert (catalog.run_id, catalog.rank, catalog.process) == ("run-1", 0, "1a2b3c4d")
+
+
+def test_an_unchanged_catalog_is_not_written_again() -> None:
+    """The same layers with the same counts give no new document."""
+    rig = Rig()
+    rig.writer.start([module(0)])
+
+    rig.writer.set_modules([module(0)])
+    rig.pass_time(120)
+
+    assert sum(name.startswith("modules-") for name, _ in rig.target.documents) == 1
+
+
+def test_errors_stand_in_the_manifest_counted_by_probe() -> None:
+    """The last hundred are listed, all are counted."""
+    rig = Rig()
+    rig.writer.start(())
+    for index in range(150):
+        rig.writer.add_error(ErrorRecord("reducer", "layer", "ValueError", f"{index} " + "x" * 1000))
+
+    rig.writer.close(0)
+
+    manifest = rig.manifest()
+    assert manifest.counters.errors == {"reducer": 150}
+    assert len(manifest.errors) == 100
+    assert manifest.errors[-1].message.startswith("149 ")
+    assert len(manifest.errors[-1].message) == 500
+    assert manifest.errors[-1].at.startswith("2023-11-14T22:")
+
+
+def test_a_full_disk_loses_nothing_that_memory_can_hold() -> None:
+    """Rows wait while the target refuses, and become durable in order when it takes them again."""
+    rig = Rig(buffer_rows=3)
+    rig.target.is_full = True
+    for ordinal in range(5):
+        rig.writer.add_sample(forward(ordinal, measurement(), settled=True))
+    assert not rig.writer.flush()
+
+    rig.target.is_full = False
+    rig.pass_time(int(RETRY_AFTER_S))
+
+    assert [row["sample_id"] for row in rig.rows("history")[::3]] == [0, 1, 2, 3, 4]
+    assert rig.writer.counters().rows_dropped == 0
+    assert rig.writer.counters().rows == 15
+
+
+def test_a_full_disk_is_not_hammered() -> None:
+    """A refused part is tried again after some seconds, not with every sample."""
+    rig = Rig(buffer_rows=3)
+    rig.target.is_full = True
+
+    for ordinal in range(50):
+        rig.writer.add_sample(forward(ordinal, measurement(), settled=True))
+
+    assert len(rig.reported) == 1
+
+
+def test_beyond_the_bound_the_oldest_rows_are_given_up_and_counted() -> None:
+    """Memory stays bounded, and the newest rows survive."""
+    rig = Rig(buffer_rows=3, max_bytes=20_000)
+    rig.target.is_full = True
+    for ordinal in range(40):
+        rig.writer.add_sample(forward(ordinal, measurement(), settled=True))
+    rig.target.is_full = False
+
+    rig.writer.start(())
+    assert rig.writer.close(0)
+
+    kept = sorted({row["sample_id"] for row in rig.rows("history")})
+    dropped = rig.writer.counters().rows_dropped
+    assert kept == list(range(40 - len(kept), 40))
+    assert len(kept) * 3 + dropped == 120
+    assert dropped > 0
+    assert rig.manifest().tables["history"].rows_dropped == dropped
+
+
+def test_what_a_full_disk_did_is_told_in_the_manifest_and_to_the_owner() -> None:
+    """The same failure again and again is counted, but listed once."""
+    rig = Rig(buffer_rows=3)
+    rig.target.is_full = True
+    for ordinal in range(4):
+        rig.writer.add_sample(forward(ordinal, measurement(), settled=True))
+        rig.clock.now_s += RETRY_AFTER_S
+    rig.target.is_full = False
+
+    rig.writer.close(0)
+
+    manifest = rig.manifest()
+    assert manifest.counters.errors == {"storage": 4}
+    assert [(error.probe, error.type) for error in manifest.errors] == [("storage", "OSError")]
+    assert {probe for probe, _ in rig.reported} == {"storage"}
+
+
+def test_a_manifest_that_could_not_be_written_is_tried_again() -> None:
+    """A disk that was full at the start does not hide the process for ever."""
+    rig = Rig()
+    rig.target.is_full = True
+    rig.writer.start(())
+    rig.target.is_full = False
+
+    rig.pass_time(60)
+
+    assert rig.num_manifests() == 1
+
+
+def test_closing_on_a_full_disk_says_that_rows_are_left() -> None:
+    """The answer is False, and nothing is raised."""
+    rig = Rig()
+    rig.writer.add_sample(forward(0, measurement()))
+    rig.target.is_full = True
+
+    assert not rig.writer.close(0)
+
+
+def test_a_broken_delivery_does_not_take_its_neighbours_with_it() -> None:
+    """Its rows are counted as dropped, the others are stored."""
+    rig = Rig()
+    rig.writer.add_sample(forward(0, measurement()))
+    rig.writer.add_sample(forward(1, measurement(values=(1.0,))))
+    rig.writer.add_sample(forward(2, measurement()))
+
+    rig.writer.flush()
+
+    assert {row["sample_id"] for row in rig.rows("history")} == {0, 2}
+    assert rig.writer.counters().rows_dropped == 3
+    assert rig.reported[0][0] == "storage"
+
+
+def test_an_attempt_that_cannot_be_stored_is_counted() -> None:
+    """A number that does not fit into its column costs its rows, not the writer."""
+    rig = Rig()
+    rig.writer.start(())
+    rig.writer.add_attempts([attempt(2**70)])
+
+    rig.writer.close(0)
+
+    assert rig.manifest().tables["steps"].rows_dropped == 1
+    assert rig.manifest().counters.errors == {"storage": 1}
+
+
+def test_the_target_is_asked_every_thirty_seconds_to_keep_alive_what_it_needs() -> None:
+    """What the carrier last failed at is listed once."""
+    rig = Rig()
+    rig.writer.start(())
+    rig.target.trouble = "StorageUnreachableError: no answer"
+
+    rig.pass_time(90)
+
+    assert rig.target.kept_alive == 3
+    assert [text for _, text in rig.reported] == ["StorageUnreachableError: no answer"]
+
+
+def test_memory_does_not_grow_over_many_samples() -> None:
+    """Tallies of samples that are done are forgotten."""
+    rig = Rig(buffer_rows=100)
+
+    for ordinal in range(6000):
+        rig.writer.add_sample(forward(ordinal, settled=True))
+        if ordinal % 100 == 0:
+            rig.pass_time(1)
+
+    assert len(rig.writer._tallies._tallies) <= 4096
+    assert len(rig.writer._tallies._changed) <= 101
+
+
+def test_a_part_of_a_writer_holds_what_the_schema_declares() -> None:
+    """The metadata names generation, rank, process and world size of the writer."""
+    rig = Rig(generation=1)
+    rig.writer.add_sample(forward(0, measurement()))
+    rig.writer.flush()
+
+    (data,) = rig.target.of("history")
+    own = schema.parse_metadata(pq.read_metadata(io.BytesIO(data)).metadata)
+
+    assert own == {
+        "schema_version": "1",
+        "run_id": "run-1",
+        "generation": "1",
+        "rank": "0",
+        "process": "1a2b3c4d",
+        "world_size": "2",
+    }
+
+
+def test_documents_are_strict_json() -> None:
+    """No NaN and no infinity stands in a manifest."""
+    rig = Rig()
+    rig.writer.start([module(0)])
+
+    for _, data in rig.target.documents:
+        json.loads(data, parse_constant=pytest.fail)
+
+
+def test_rows_of_one_observation_carry_its_own_time() -> None:
+    """A gradient has the time at which it was seen, not that of its forward."""
+    rig = Rig()
+    rig.writer.add_sample(forward(0, measurement(timestamp_us=START_US + 5)))
+    rig.writer.add_sample(backward(0, measurement(signal=Signal.OUTPUT_GRADIENT, timestamp_us=START_US + 9)))
+    rig.writer.flush()
+
+    (data,) = rig.target.of("history")
+    stamps = pq.read_table(io.BytesIO(data)).column("timestamp").cast(pa.int64()).to_pylist()
+
+    assert stamps == [START_US + 5] * 3 + [START_US + 9] * 3
+
+
+def test_a_target_that_fails_otherwise_than_with_an_oserror_is_not_hidden() -> None:
+    """A mistake in the program reaches whoever isolates sinks."""
+    rig = Rig()
+    rig.target.refusal = RuntimeError("a mistake")
+    rig.writer.add_sample(forward(0, measurement()))
+
+    with pytest.raises(RuntimeError, match="a mistake"):
+        rig.writer.flush()
+
+
+def test_the_error_of_a_full_disk_is_the_systems_own() -> None:
+    """ENOSPC keeps its number on the way to the owner."""
+    rig = Rig()
+    rig.target.is_full = True
+    rig.writer.add_sample(forward(0, measurement()))
+
+    rig.writer.flush()
+
+    assert f"[Errno {errno.ENOSPC}]" in rig.reported[0][1]
