@@ -8,6 +8,13 @@
 # PYTHON      interpreter for torchrun where no `torchrun` is on the PATH (python3)
 set -euo pipefail
 
+for argument in "$@"; do
+    if [[ $argument == --output-dir || $argument == --output-dir=* ]]; then
+        echo "$0: set the variable OUTPUT_DIR instead of giving $argument" >&2
+        exit 2
+    fi
+done
+
 project=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 export OUTPUT_DIR="${OUTPUT_DIR:-runs/$(date +%Y%m%d-%H%M%S)}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

@@ -1,10 +1,13 @@
-"""Real gloo ranks for the tests of this folder: started once, at the first test that asks for them."""
+"""What many tests share: real gloo ranks and real object stores, started once, when first asked for."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from storage.stores import bucket, fault_proxy, moto_store, proxied, seaweed
 from torchinstruments.testing.ranks import RankPool
+
+__all__ = ["bucket", "fault_proxy", "moto_store", "proxied", "rank_pool", "seaweed", "three_ranks"]
 
 
 @pytest.fixture(scope="session")

@@ -233,8 +233,8 @@ def _destination(
     check_url(url)
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise ConfigurationError(
-            f"storage_options of type {type(storage_options).__name__} is not possible; give a dict in fsspec's "
-            f"dialect, such as {{'key': ..., 'secret': ...}}"
+            f"storage_options of type {type(storage_options).__name__} is not possible; give a dict in "
+            f"fsspec's dialect, such as {{'key': ..., 'secret': ...}}"
         )
     if storage_options and not is_remote(url):
         raise ConfigurationError(

@@ -48,6 +48,7 @@ __all__ = [
     "can_agree",
     "enrol",
     "raise_failure",
+    "try_destination",
 ]
 
 MAX_DIRECT_WORLD_SIZE = 16
@@ -169,8 +170,8 @@ def enrol(
             generation=generation,
             first_sample_id=generation * SAMPLE_IDS_PER_GENERATION,
             verified=False,
-            notice=f"rank {identity.rank} heard nothing from the leader of the run within {timeout_s:g} s, so "
-            f"its claim is unverified and its rows wait in the spool until the folder can be claimed",
+            notice=f"rank {identity.rank} heard nothing from the run's leader within {timeout_s:g} s, so its "
+            f"claim is unverified and its rows wait in the spool until the folder can be claimed",
         )
 
     agreement = agree(
@@ -188,7 +189,7 @@ def enrol(
     if agreed.failure:
         if agreement.service is not None:
             # This rank is about to raise, and the others have to hear why before it is gone.
-            agreement.service.stop(FAILURE_TIMEOUT_S)
+            agreement.service.wait_until_complete(FAILURE_TIMEOUT_S)
         return Enrolment(agreed, run, agreement, None, "", None, ())
     url = _in_run(destination.url, agreed.run_id)
     place = _Place(identity, destination, url, agreed, run, plan.policy, started_at)
@@ -201,12 +202,39 @@ def enrol(
             target, copy_folder, spool_path = place.open()
         except OSError as error:
             notices.append(
-                f"rank {identity.rank} can write neither to {agreed.url} nor to a spool ({error}); nothing of "
-                f"it is kept. Set TORCHINSTRUMENTS_SPOOL_DIR to a writable folder"
+                f"rank {identity.rank} can write neither to {agreed.url} nor to a spool ({error}); "
+                f"nothing of it is kept. Set TORCHINSTRUMENTS_SPOOL_DIR to a writable folder"
             )
     if agreement.leader:
         members.write_with(place.members_writer(target))
     return Enrolment(agreed, run, agreement, target, spool_path, copy_folder, tuple(notices))
+
+
+def try_destination(destination: Destination, plan: RunPlan, identity: Identity) -> Claim:
+    """Finds out what the user configured wrongly, for a process that has to wait (attaching thread).
+
+    Args:
+        destination: Where the user wants the run.
+        plan: Settings for ``run.json``.
+        identity: Who this process may turn out to be.
+
+    Returns:
+        A claim that holds a failure, or nothing of interest. Nothing is left at the destination.
+    """
+    run_id = safe_run_id(destination.run_id or configured_run_id() or _new_run_id())
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    request = ClaimRequest(
+        run=_record(identity, plan, run_id, now),
+        world_size=identity.world_size,
+        leader_process=identity.process,
+        started_at=now,
+        only_try=True,
+    )
+    url = destination.url
+    if "{run_id}" in url:
+        # What differs from run to run is not there yet; the folder around it has to be.
+        url = url.partition("{run_id}")[0].rpartition("/")[0] + "/" if "/" in url else "."
+    return claim_in_child(url, destination.storage_options, request)
 
 
 def raise_failure(claim: Claim) -> None:

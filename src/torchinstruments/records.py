@@ -477,7 +477,8 @@ class ErrorRecord:
     """One error of collection, as the manifest keeps the last hundred.
 
     Attributes:
-        probe: ``sampler``, ``selector``, ``reducer``, ``forward``, ``gradient``, ``sink`` or ``storage``.
+        probe: ``sampler``, ``selector``, ``reducer``, ``forward``, ``gradient``, ``optimizer``,
+            ``loss_scale``, ``sink`` or ``storage``.
         module: Layer, where there is one.
         type: Class name of the exception.
         message: Its text, at most 500 characters.

@@ -12,7 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torchinstruments.config import ErrorPolicy, HistoryConfig
-from torchinstruments.enrolment import Destination, Enrolment, RunPlan, can_agree, enrol, raise_failure
+from torchinstruments.enrolment import (
+    Destination,
+    Enrolment,
+    RunPlan,
+    can_agree,
+    enrol,
+    raise_failure,
+    try_destination,
+)
 from torchinstruments.errors import TorchInstrumentsError
 from torchinstruments.ranks.identity import discover, world_of_one
 from torchinstruments.records import (
@@ -116,6 +124,8 @@ class RunSession:
         """
         identity = discover(self._process, self._device)
         if identity is None or not can_agree(identity):
+            assumed = identity or world_of_one(self._process, self._device)
+            raise_failure(try_destination(self._destination, self._plan, assumed))
             return False
         self._settle(identity)
         enrolment = self._enrol(identity)

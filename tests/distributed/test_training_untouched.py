@@ -48,9 +48,7 @@ def _compare(folder: str) -> tuple[bool, int, int]:
     observer = inject_observer(observed_model, output_dir=folder, run_id="twin", sampler=AlwaysSampler())
     observed = _train(observed_model)
     remove_observer(observed_model)
-    same = len(bare) == len(observed) and all(
-        torch.equal(a, b) for a, b in zip(bare, observed, strict=True)
-    )
+    same = len(bare) == len(observed) and all(torch.equal(a, b) for a, b in zip(bare, observed, strict=True))
     return same, len(bare), observer.counters.samples
 
 
@@ -58,9 +56,7 @@ def _train_without_collectives(folder: str) -> int:
     """Returns how many samples were taken while every collective was forbidden to the observer."""
     model = DistributedDataParallel(_build())
     with no_collectives():
-        observer = inject_observer(
-            model, output_dir=folder, run_id="guarded", sampler=EveryNStepsSampler(2)
-        )
+        observer = inject_observer(model, output_dir=folder, run_id="guarded", sampler=EveryNStepsSampler(2))
         _train(model)
         remove_observer(model)
     return observer.counters.samples

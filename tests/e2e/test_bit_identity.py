@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,15 +23,18 @@ class Block(nn.Module):
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, width) -> the same."""
         return x + self.drop(self.act(self.fc(self.norm(x))))
 
 
 def build() -> nn.Module:
+    """Returns a model with dropout, batch statistics and in-place activations."""
     torch.manual_seed(7)
     return nn.Sequential(nn.Linear(8, 16), Block(16), nn.BatchNorm1d(16), Block(16), nn.Linear(16, 4))
 
 
-def train(model: nn.Module) -> dict[str, object]:
+def train(model: nn.Module) -> dict[str, Any]:
+    """Returns everything that 20 steps of training make."""
     torch.manual_seed(11)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     outputs, gradients = [], []
@@ -50,7 +54,8 @@ def train(model: nn.Module) -> dict[str, object]:
     }
 
 
-def assert_identical(bare: dict[str, object], observed: dict[str, object]) -> None:
+def assert_identical(bare: dict[str, Any], observed: dict[str, Any]) -> None:
+    """Compares two trainings bit for bit."""
     for mine, theirs in zip(bare["outputs"], observed["outputs"], strict=True):
         assert torch.equal(mine, theirs)
     for mine, theirs in zip(bare["gradients"], observed["gradients"], strict=True):

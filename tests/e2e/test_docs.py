@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from torchinstruments.testing.object_store import object_store
 
 from torchinstruments import inject_observer
 from torchinstruments.environment import SPOOL_DIR
 from torchinstruments.records import Reason
 from torchinstruments.store.schema import TABLE_SCHEMAS
+from torchinstruments.testing.object_store import ObjectStore
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -125,15 +125,14 @@ def test_shell_blocks_run(checkout: Path, block: Block) -> None:
     ids=lambda block: block.page,
 )
 def test_shell_blocks_with_an_object_store_run_on_a_real_one(
-    checkout: Path, block: Block, tmp_path: Path
+    checkout: Path, seaweed: ObjectStore, block: Block, tmp_path: Path
 ) -> None:
     """The same on SeaweedFS: its endpoint and credentials stand in the environment, its bucket exists."""
-    with object_store() as store:
-        for bucket in set(re.findall(r"s3://([\w-]+)/", block.text)):
-            store.make_bucket(bucket)
-        commands = "\n".join(line for line in block.text.splitlines() if not line.startswith("export AWS_"))
-        output = run_shell(commands, checkout, store.env | {SPOOL_DIR: str(tmp_path / "spool")})
-        assert "s3://" in output
+    for bucket in set(re.findall(r"s3://([\w-]+)/", block.text)):
+        seaweed.make_bucket(bucket)
+    commands = "\n".join(line for line in block.text.splitlines() if not line.startswith("export AWS_"))
+    output = run_shell(commands, checkout, seaweed.env | {SPOOL_DIR: str(tmp_path / "spool")})
+    assert "s3://" in output
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.language == "python"}))

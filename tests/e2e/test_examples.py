@@ -225,6 +225,15 @@ def test_local_launch_fails_where_its_script_fails(tmp_path: Path) -> None:
     assert "--no-such-option" in done.stderr
 
 
+def test_local_launch_refuses_a_second_word_on_the_folder(tmp_path: Path) -> None:
+    """An --output-dir beside OUTPUT_DIR would make what the script prints untrue, so nothing is started."""
+    done = run(
+        PROJECT / "launch" / "local.sh", "--output-dir=elsewhere", cwd=tmp_path, expected_code=2, NPROC="1"
+    )
+    assert "OUTPUT_DIR" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_demo_ends_with_a_table_and_the_result(tmp_path: Path) -> None:
     """The demonstration exits with 0, prints both ranks side by side, and names a result that exists."""
     done = run(sys.executable, PROJECT / "launch" / "demo.py", tmp_path / "run", cwd=tmp_path)

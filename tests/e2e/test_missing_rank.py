@@ -17,9 +17,7 @@ def _train(folder: str, silent_rank: int) -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     observer = None
     if dist.get_rank() != silent_rank:
-        observer = inject_observer(
-            model, output_dir=folder, run_id="three", sampler=EveryNForwardsSampler(1)
-        )
+        observer = inject_observer(model, output_dir=folder, run_id="three", sampler=EveryNForwardsSampler(1))
     for _ in range(3):
         model(torch.randn(4, 4)).sum().backward()
         optimizer.step()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from merge.run_folder import RunFolder, process_of, whole_rank, whole_run
@@ -104,6 +105,38 @@ def test_a_bad_part_is_set_aside(tmp_path: Path, spoil: Callable[[bytes], bytes]
     summary = merged.summary()
     assert summary["observations"].to_list() == [4, 4]
     assert summary["layer"].unique().to_list() == ["fc"]
+
+
+def test_a_part_that_breaks_in_its_middle_counts_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part whose last pages are damaged leaves no trace of its sound first row groups either."""
+    monkeypatch.setattr("torchinstruments.merge.reading._BATCH_ROWS", 1000)
+    run = whole_run(tmp_path / "run")
+    part = run.history(1, [{"sample_id": i, "value": float(i)} for i in range(10, 90_010)], process_of(1), 1)
+    data = part.read_bytes()
+    with pq.ParquetFile(part) as file:
+        last = file.metadata.row_group(2).column(file.schema_arrow.get_field_index("value"))
+    start = last.data_page_offset + 40
+    wrecked = bytes(255 - byte for byte in data[start : start + 2000])
+    part.write_bytes(data[:start] + wrecked + data[start + 2000 :])
+    merged = merge_run(run.url)
+    coverage: Any = merged.result["coverage"]
+    assert coverage["quarantined"][0]["reason"].startswith("unreadable")
+    assert merged.summary()["observations"].to_list() == [4, 4]
+
+
+def test_a_rank_that_did_not_come_back_is_missing_from_its_generation(tmp_path: Path) -> None:
+    """A rank that was there before a restart and not after it is present, and missing from the generation."""
+    run = whole_run(tmp_path / "run")
+    run.generation(1)
+    run.manifest(0, "000000f0", generation=1)
+    merged = merge_run(run.url)
+    generations: Any = merged.result["generations"]
+    coverage: Any = merged.result["coverage"]
+    assert coverage["missing_ranks"] == []
+    assert [generation["missing_ranks"] for generation in generations] == [[], [1]]
+    assert not merged.complete
 
 
 def test_an_unknown_schema_version_of_a_part_is_set_aside(tmp_path: Path) -> None:

@@ -209,6 +209,8 @@ def test_beyond_inline_ranks_the_summaries_stand_in_the_table(tmp_path: Path) ->
     assert statistic["ranks_in"] == "summary.parquet"
     assert statistic["across_ranks"]["highest"]["rank"] == 2
     assert merged.summary()["rank"].to_list() == [0, 1, 2]
+    inline: Any = merge_run(run.url, inline_ranks=3).result["layers"]
+    assert set(inline[0]["tensors"][0]["statistics"][0]["ranks"]) == {"0", "1", "2"}
     with pytest.raises(ConfigurationError, match="-1"):
         merge_run(run.url, inline_ranks=-1)
 

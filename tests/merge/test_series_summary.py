@@ -190,12 +190,13 @@ def test_generations_of_one_rank_form_one_series(tmp_path: Path) -> None:
 
 
 def test_second_traversal_is_the_later_row(tmp_path: Path) -> None:
-    """Of two traversals of one sample's graph, the second one is the latest row."""
+    """Of several traversals of one sample's graph, the last one is the latest row, across parts too."""
     run = RunFolder(tmp_path / "run").run()
     own: dict[str, object] = {"sample_id": 0, "signal": "output_gradient"}
     run.history(0, [{**own, "value": 1.0}, {**own, "backward_index": 1, "value": 2.0}])
+    run.history(0, [{**own, "backward_index": 2, "value": 3.0}], sequence=1)
     found = merged_entry(run)
-    assert (found["observations"], found["first"]["value"], found["latest"]["value"]) == (2, 1.0, 2.0)
+    assert (found["observations"], found["first"]["value"], found["latest"]["value"]) == (3, 1.0, 3.0)
 
 
 def test_loss_scale_and_texts_stand_beside_the_numbers(tmp_path: Path) -> None:

@@ -105,9 +105,10 @@ def test_a_claim_whose_answer_was_lost_is_known_again(
 
 def test_of_many_leaders_one_run_has_the_folder(seaweed: ObjectStore, bucket: str) -> None:
     """Four runs that race for one folder of a bucket end in four folders, one of them that one."""
+    storages = [open_storage(f"s3://{bucket}", seaweed.storage_options) for _ in range(4)]
     for race in range(3):
         url = f"s3://{bucket}/race-{race}"
-        claims = _race([open_storage(url, seaweed.storage_options) for _ in range(4)])
+        claims = _race([storage.child(f"race-{race}") for storage in storages])
         assert [claim.url for claim in claims].count(url) == 1
         assert len({claim.url for claim in claims}) == 4
         assert all(claim.verified for claim in claims)

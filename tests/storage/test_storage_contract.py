@@ -84,8 +84,8 @@ def test_only_the_first_creation_succeeds(storage: Storage, open_again: Callable
 
 
 def test_of_many_creators_exactly_one_wins(open_again: Callable[[], Storage]) -> None:
-    """Eight threads with clients of their own race for one name, over and over."""
-    storages = [open_again() for _ in range(8)]
+    """Four threads with clients of their own race for one name, over and over."""
+    storages = [open_again() for _ in range(4)]
     for race in range(5):
         start = threading.Barrier(len(storages))
         won: list[int] = []

@@ -163,12 +163,10 @@ class Follower:
         """Returns what those that come before this rank have written last."""
         keys = [f"{kind}/{rank}" for rank in range(self._me.rank) for kind in ("hello", "waiting", "serving")]
         signs = {key: self._store.get_if_there(key) for key in keys}
-        leader = _decode(self._store.get_if_there("leader"))
-        rank, process = leader.get("rank"), leader.get("process")
-        if isinstance(rank, int) and isinstance(process, str) and rank > self._me.rank:
-            pulse = self._store.get_if_there(f"serving/{rank}")
-            if pulse is not None and pulse.startswith(f"{process}/".encode()):
-                signs[f"serving/{rank}"] = pulse
+        leader = _decode(self._store.get_if_there("leader")).get("rank")
+        # A higher rank that merely waits gives way; one that serves has claimed, or is about to.
+        if isinstance(leader, int) and leader > self._me.rank:
+            signs[f"serving/{leader}"] = self._store.get_if_there(f"serving/{leader}")
         return signs
 
     def _lives(self, signs: Mapping[str, bytes | None]) -> bool:

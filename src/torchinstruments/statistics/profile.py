@@ -60,7 +60,7 @@ class ExactProfile:
         if tensor.device.type == "cpu":
             return named_values(host_facts(tensor, max_scratch_bytes=self.max_scratch_bytes))
         packed = self.pack(tensor)
-        return packed.finish(packed.scalars.tolist())
+        return packed.finish(packed.scalars.cpu().tolist())
 
     def pack(self, tensor: torch.Tensor, /) -> Packed:
         """Starts the nine statistics on the tensor's device, without a host read (training thread, hot path).

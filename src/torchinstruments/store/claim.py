@@ -35,7 +35,7 @@ from torchinstruments.store import layout
 from torchinstruments.store.children import child_arguments, child_environment
 from torchinstruments.store.deadlines import call_in_time
 from torchinstruments.store.documents import UnusableFileError, decode_document, decode_generation, decode_run
-from torchinstruments.store.filesystem import Storage, open_storage
+from torchinstruments.store.filesystem import LocalStorage, Storage, open_storage
 from torchinstruments.store.manifest import encode_document
 from torchinstruments.store.urls import (
     beside,
@@ -84,6 +84,8 @@ class ClaimRequest:
         may_fail: Whether what the user configured wrongly may be a failure. False after a restart, where it
             must not end the training: the claim is then unverified, with a notice.
         assumed_generation: The generation to go on with where the store cannot be asked.
+        only_try: Only find out whether the folder can be used, and leave nothing there; for a process that
+            cannot know its rank yet, but whose user should hear of a mistake at once.
     """
 
     run: RunRecord
@@ -93,6 +95,7 @@ class ClaimRequest:
     run_id_is_given: bool = True
     may_fail: bool = True
     assumed_generation: int = 0
+    only_try: bool = False
 
 
 def claim_run(storage: Storage, request: ClaimRequest) -> Claim:
@@ -106,6 +109,8 @@ def claim_run(storage: Storage, request: ClaimRequest) -> Claim:
         The claim; with a failure, or unverified with a notice, where it could not be made.
     """
     try:
+        if request.only_try:
+            return _tried(storage, request)
         home = ensure_run(storage, request.run)
         began = _read_run(home) or request.run
         generation = _take_generation(home, request)
@@ -279,6 +284,20 @@ def _claim_in_thread(
         return call_in_time(run, timeout_s, what="the claim")
     except TimeoutError as error:
         return _without(_shown(url), request, error)
+
+
+def _tried(storage: Storage, request: ClaimRequest) -> Claim:
+    """Returns the claim that may be made later.
+
+    Raises:
+        StorageError: The store refused, or did not answer.
+        RunFormatError: A ``run.json`` is there that this release cannot read.
+    """
+    if isinstance(storage, LocalStorage):
+        storage.prepare()
+    storage.list(layout.GENERATIONS)
+    _read_run(storage)
+    return Claim(url=storage.url, run_id=request.run.run_id, generation=0, first_sample_id=0, verified=False)
 
 
 def _read_run(home: Storage) -> RunRecord | None:

@@ -8,6 +8,7 @@ and end with ``.tmp``; listings leave them out.
 import contextlib
 import errno
 import os
+import tempfile
 import uuid
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -61,6 +62,17 @@ class LocalStorage:
     def is_local(self) -> bool:
         """Always True."""
         return True
+
+    def prepare(self) -> None:
+        """Makes the folder and finds out whether files can be made in it; leaves none (attaching thread).
+
+        Raises:
+            StorageError: The folder cannot be made, or nothing can be written into it.
+        """
+        with _explained(self._root, "writing"):
+            os.makedirs(self._root, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._root) as file:
+                file.write(b"0")
 
     def child(self, path: str) -> "LocalStorage":
         """Returns the storage of a folder below this one."""

@@ -244,14 +244,25 @@ class SpoolTarget:
             False where something still lies in the spool after `timeout_s` seconds.
         """
         done = self.upload(timeout_s)
-        if self._closed and self._lock is not None:
-            self._read_progress()
-            with contextlib.suppress(OSError):
-                self._files.replace(CLOSED, b"")
-            self._lock.release()
-            self._lock = None
-            self._starter.settle()
+        if self._closed:
+            self.close()
         return done
+
+    def close(self) -> None:
+        """Gives the folder up: nothing more is written, and the uploader carries on and clears it (any
+        thread).
+
+        `finish` does so after a manifest that says ``closed``; this is for a process that leaves documents
+        alone.
+        """
+        if self._lock is None:
+            return
+        self._read_progress()
+        with contextlib.suppress(OSError):
+            self._files.replace(CLOSED, b"")  # if not, the free lock says the same
+        self._lock.release()
+        self._lock = None
+        self._starter.settle()
 
     def _is_served(self, token: str) -> bool:
         return self._read_progress().served == token

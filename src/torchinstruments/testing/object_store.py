@@ -68,7 +68,7 @@ class ObjectStore:
         """Creates a bucket of at least three characters and returns its name."""
         import fsspec
 
-        filesystem = fsspec.filesystem("s3", skip_instance_cache=True, **self.storage_options)
+        filesystem = fsspec.filesystem("s3", **self.storage_options)
         filesystem.call_s3("create_bucket", Bucket=name)
         return name
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
 from torchinstruments.observe import capture
-from torchinstruments.observe.sampling import EveryNForwardsSampler
+from torchinstruments.observe.sampling import EveryNForwardsSampler, SamplingEvent
 from torchinstruments.records import Execution, GradSync, SampleState, Scope
 from unit.observe.memory import MemorySession, Recorder, num_hooks, observe, value
 
@@ -18,6 +19,17 @@ from unit.observe.memory import MemorySession, Recorder, num_hooks, observe, val
 def everything(name: str, module: nn.Module) -> bool:
     """Selects every module."""
     return True
+
+
+class ByThread:
+    """Chooses the forwards of one thread."""
+
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+
+    def should_sample(self, event: SamplingEvent) -> bool:
+        """Returns whether the forward runs in that thread."""
+        return event.forward_index >= 0 and threading.get_ident() == self.thread
 
 
 def constant(linear: nn.Linear, weight: float) -> None:
@@ -293,15 +305,14 @@ def test_forwards_of_other_threads_are_not_captured(session: MemorySession) -> N
     def meet(x: torch.Tensor) -> torch.Tensor:
         if threading.get_ident() == main:
             inside.set()
-            done.wait(10)
+            assert done.wait(10)
         return x
 
     model = nn.Sequential(nn.ReLU(), Recorder(meet), nn.ReLU())
-    observe(model, session, sampler=EveryNForwardsSampler(2))
-    model(torch.ones(1))
+    observe(model, session, sampler=ByThread(main))
 
     def other() -> None:
-        inside.wait(10)
+        assert inside.wait(10)
         for _ in range(5):
             model[0](torch.full((1,), 7.0))
         model(torch.full((1,), 7.0))
@@ -383,22 +394,25 @@ def test_layers_inside_compiled_code_say_so_and_the_rest_is_measured(session: Me
     assert session.errors == []
 
 
-def test_dispatch_modes_and_autocast_see_nothing_of_the_measuring(
-    session: MemorySession,
-) -> None:
-    """A mode counts the same operations with an observer, and statistics are in full precision."""
-    from torch.utils.flop_counter import FlopCounterMode
+def test_dispatch_modes_and_autocast_see_nothing_of_the_measuring(session: MemorySession) -> None:
+    """A mode counts the same operations with an observer, and a reducer computes in full precision."""
+    precisions: list[torch.dtype] = []
+
+    def gram(tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        product = tensor.float() @ tensor.float().T
+        precisions.append(product.dtype)
+        return {"gram": product.sum()}
 
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     x = torch.randn(4, 8)
     with FlopCounterMode(display=False) as bare:
-        model(x)
-    observe(model, session)
+        model(x).sum().backward()
+    observe(model, session, reducers=(gram,))
     with FlopCounterMode(display=False) as counted, torch.autocast("cpu", torch.bfloat16):
-        output = model(x)
+        model(x).sum().backward()
     assert counted.get_total_flops() == bare.get_total_flops()
-    assert session.outputs()[1].dtype == "bfloat16"
-    assert value(session.outputs()[1]) == pytest.approx(output.detach().double().mean().item(), rel=1e-12)
+    assert precisions == [torch.float32] * 4
+    assert [m.dtype for m in session.outputs()] == ["bfloat16"] * 2
 
 
 def test_a_functional_transform_is_left_alone_and_said_so(session: MemorySession) -> None:

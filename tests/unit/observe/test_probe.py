@@ -369,24 +369,23 @@ def test_a_forked_child_observes_nothing(session: MemorySession) -> None:
     model(torch.ones(1, 2))
     child = os.fork()
     if child == 0:
-        ok = False
+        is_right = False
         try:
             model(torch.ones(1, 2))
             with observer.paused():
                 pass
-            ok = (
-                len(session.deliveries) == 1
-                and not observer.observing
-                and observer.close()
-                and observer.flush()
-            )
-            ok = ok and session.num_closed == 0
+            assert len(session.deliveries) == 1
+            assert not observer.observing
+            assert observer.close()
+            assert observer.flush()
+            assert session.num_closed == 0
             again = MemorySession()
             observe(model, again, sampler=AlwaysSampler())
             model(torch.ones(1, 2))
-            ok = ok and len(again.deliveries) == 1 and len(session.deliveries) == 1
+            assert (len(again.deliveries), len(session.deliveries)) == (1, 1)
+            is_right = True
         finally:
-            os._exit(0 if ok else 1)
+            os._exit(0 if is_right else 1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     model(torch.ones(1, 2))

@@ -184,8 +184,9 @@ def test_rank_0_that_attaches_late_joins_the_rank_that_leads_already(world):
     for rank, process in ((1, "b"), (2, "c")):
         world.attach(rank, process)
     world.run(30)
-    world.attach(0, "a")
-    world.run(3)
+    # It looks for the first time before the leader has seen its hello.
+    world.attach(0, "a").poll()
+    world.run(8)
     assert world.claimed_by == ["b"]
     assert world.generation_of("abc") == [0, 0, 0]
 
@@ -216,7 +217,7 @@ def test_rank_0_and_a_rank_that_gives_up_waiting_never_lead_both(world, delay, a
     for rank, process in ((1, "b"), (2, "c")):
         world.attach(rank, process)
     world.run(delay)
-    world.attach(0, "a")
+    world.attach(0, "a").poll()
     world.run(30)
     assert len(world.claimed_by) == 1
     assert world.generation_of("abc") == [int(after_a_dead_generation)] * 3
@@ -236,6 +237,30 @@ def test_of_two_that_begin_at_the_same_moment_one_gives_way(world):
     world.run(60)
     assert world.claimed_by == ["a"]
     assert world.generation_of("abc") == [0, 0, 0]
+
+
+def test_a_leader_that_claims_for_a_minute_is_waited_for_and_stays_written_down(world):
+    """A slow store is no reason to lead in its place."""
+    leader = Leader(world.store, Hello(0, "a", "h", 0, True), world_size=3, now_s=0.0, heartbeat_s=1.0)
+    world.store.set("leader", b'{"rank": 0, "process": "a"}')
+    world.store.set("hello/0", b"{}")
+    written = []
+
+    def watched_set(key, value):
+        written.append(key)
+        world.store.values[key] = value
+
+    world.store.set = watched_set
+    world.attach(1, "b")
+    for _ in range(60):
+        leader.poll(world.now)
+        world.run(1)
+    assert world.claimed_by == []
+    assert "leader" not in written
+    leader.claim = Claim("/runs/a", "a", 0, 0, verified=True)
+    leader.poll(world.now)
+    world.run(1)
+    assert world.generation_of("b") == [0]
 
 
 def test_an_orphaned_leader_stops_answering_when_a_younger_one_leads(world):

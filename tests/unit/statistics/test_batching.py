@@ -246,6 +246,17 @@ def test_on_a_device_everything_comes_in_one_copy_after_seal() -> None:
         assert batch.read_scalar(0) == 8.0
 
 
+def test_on_a_device_a_scalar_is_taken_as_it_is_now() -> None:
+    """A loss scale that is changed in place before the copy keeps the value that it had, float64 too."""
+    with Accelerator():
+        batch = ScalarBatch(default_reducers(), Errors())
+        scale = torch.tensor(8.0, dtype=torch.float64)
+        index = batch.add_scalar(put(scale))
+        scale.zero_()
+        batch.seal()
+        assert batch.read_scalar(index) == 8.0
+
+
 def test_on_a_device_reasons_follow_from_the_counts() -> None:
     """What the training thread could not know is said when the numbers have come."""
     nothing = torch.tensor([math.nan, math.inf])
@@ -274,7 +285,7 @@ def test_a_nonfinite_scalar_of_a_device_has_its_reason() -> None:
     """Seen only after the copy, it is none the less absent with a reason."""
 
     def infinite(tensor: torch.Tensor) -> Mapping[str, Scalar]:
-        return {"x": tensor.sum() / 0}
+        return {"x": tensor.sum() * math.inf}
 
     batch = device_batch(Errors(), infinite, tensors=[torch.ones(2)])
     with Accelerator():

@@ -113,6 +113,12 @@ def test_counts_above_2_to_the_24_survive_float32() -> None:
     assert found["zero_fraction"] == (2**24 + 2) / (2**24 + 3)
 
 
+def test_called_directly_the_profile_reads_its_result() -> None:
+    """A user who calls it on a device gets the nine numbers, and waits for them."""
+    with Accelerator():
+        assert ExactProfile()(put(torch.tensor([1.0, 3.0])))["mean"] == 2.0
+
+
 def test_an_empty_tensor_sends_nothing() -> None:
     """It has no numbers to bring, and says that it is empty."""
     packed = pack_profile(torch.empty(0), max_scratch_bytes=1 << 20)

@@ -257,7 +257,7 @@ def test_memory_is_claimed_in_this_process() -> None:
 
 
 def test_a_claim_in_a_child_imports_no_client_here() -> None:
-    """The training process asks a child and has no client afterwards; the child's failure comes back whole."""
+    """The training process asks a child and has no client afterwards; the child's failure comes back."""
     code = (
         "import sys; from torchinstruments.store.claim import claim_in_child, ClaimRequest\n"
         "from torchinstruments.records import RunRecord\n"

@@ -82,6 +82,15 @@ def test_after_closing_nothing_more_is_taken(held: SpoolTarget) -> None:
         held.write_document("x.json", b"{}")
 
 
+def test_a_process_that_leaves_documents_alone_can_give_its_folder_up(held: SpoolTarget) -> None:
+    """A leader that does not observe has no manifest to close, and is done once its record lies here."""
+    held.write_document("modules-1a2b3c4d.json", b"{}")
+    held.close()
+    held.close()
+    assert FileLock.is_free(Path(held.path) / WRITER_LOCK)
+    assert (Path(held.path) / "closed").exists()
+
+
 def test_finishing_before_the_closed_manifest_keeps_it_open(held: SpoolTarget) -> None:
     """Waiting for an upload in the middle of a run gives nothing up."""
     held.write_document("process-1a2b3c4d.json", make_manifest(held, status="running"))
