@@ -155,7 +155,7 @@ def inject_observer(
 def remove_observer(model: nn.Module) -> None:
     """Detaches the model's observer and finishes its files; does nothing where there is none.
 
-    Waits for at most two minutes until everything is where readers look; `Observer.close` takes another
+    Waits for at most a minute until everything is where readers look; `Observer.close` takes another
     time.
 
     Raises:

@@ -298,15 +298,16 @@ class _Place:
 
     def members_writer(self, target: PartTarget | None) -> Callable[[tuple[Member, ...], bool], None]:
         """Returns what stores the members of the generation (leader's thread)."""
+        spool = target if isinstance(target, SpoolTarget) else None
 
         def write(members: tuple[Member, ...], complete: bool) -> None:  # noqa: FBT001 - as the service calls it
             record = self._generation(members, complete=complete, leader_process=self._identity.process)
             if not self._is_remote and self._claim.verified:
                 write_members(open_storage(run_url(self._url, self._claim)), record)
-            elif isinstance(target, SpoolTarget):
-                target.write_members(record)
             else:
-                spool = self._open_spool()
+                # A leader that does not observe has no target; its spool stays open for late members.
+                nonlocal spool
+                spool = spool or self._open_spool()
                 spool.write_members(record)
                 spool.keep_alive()
 

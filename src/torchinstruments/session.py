@@ -7,6 +7,7 @@ process is, and a thread enrols while samples queue. From then on nothing here r
 
 import logging
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from torchinstruments.enrolment import (
     try_destination,
 )
 from torchinstruments.errors import TorchInstrumentsError
+from torchinstruments.observe.emptiness import likely_reason
 from torchinstruments.ranks.identity import discover, world_of_one
 from torchinstruments.records import (
     AttemptRecord,
@@ -41,7 +43,7 @@ __all__ = ["AGREEMENT_TIMEOUT_S", "CLOSE_TIMEOUT_S", "FLUSH_TIMEOUT_S", "RunSess
 AGREEMENT_TIMEOUT_S = 60.0
 """For which a rank waits for the leader at attach."""
 
-CLOSE_TIMEOUT_S = 120.0
+CLOSE_TIMEOUT_S = 60.0
 """For which `RunSession.close` waits where the caller says nothing."""
 
 FLUSH_TIMEOUT_S = 60.0
@@ -90,6 +92,7 @@ class RunSession:
         self._observing = True
         self._warned: set[str] = set()
         self._is_closed = False
+        self._attached_s = time.monotonic()
 
     @property
     def url(self) -> str:
@@ -185,6 +188,7 @@ class RunSession:
             return True
         self._is_closed = True
         wait_s = CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
+        self._say_if_empty()
         self.begin()
         if self._enrolling is not None:
             self._enrolling.join(wait_s)
@@ -205,6 +209,13 @@ class RunSession:
                 + (f"the rest lies in {where} and is carried on from there" if where else "the rest is lost"),
             )
         return arrived
+
+    def _say_if_empty(self) -> None:
+        counted = self._source()
+        if self._observing and counted.samples == 0 and counted.missed == 0:
+            elapsed_s = time.monotonic() - self._attached_s
+            reason = likely_reason(self._plan.sampling, forwards=counted.forwards, elapsed_s=elapsed_s)
+            self._warn("empty", f"the run has no sample: {reason}")
 
     def _settle(self, identity: Identity) -> None:
         """Takes who this process is, and what the rank policy makes of that.

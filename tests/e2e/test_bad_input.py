@@ -1,6 +1,8 @@
 """What a user can get wrong at attach: one sentence with the value and the way out, on all ranks alike."""
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -32,13 +34,18 @@ except torchinstruments.TorchInstrumentsError as error:
     sys.exit(0)
 for _ in range(3):
     model(torch.randn(2, 4)).sum().backward()
-remove_observer(model)
+observer.close(*map(float, sys.argv[2:]))
 sys.stdout.write(f"TRAINED rows={observer.counters.rows} url={observer.url}\\n")
 """
 
 
 def run_program(
-    expression: str, *, ranks: int = 1, cwd: Path, variables: dict[str, str] | None = None
+    expression: str,
+    *,
+    ranks: int = 1,
+    cwd: Path,
+    close_timeout_s: float = 60.0,
+    variables: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs the small training with an attach expression, alone or on several ranks."""
     script = cwd / "program.py"
@@ -47,7 +54,7 @@ def run_program(
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.run(
-        [*launcher, str(script), expression],
+        [*launcher, str(script), expression, str(close_timeout_s)],
         cwd=cwd,
         env=os.environ
         | {"OMP_NUM_THREADS": "1", "TORCHINSTRUMENTS_SPOOL_DIR": str(cwd / "spool")}
@@ -57,6 +64,15 @@ def run_program(
         timeout=150,
         check=False,
     )
+
+
+def end_uploaders(spool: Path) -> None:
+    """Ends the uploaders that this test's programs left behind with a spool that can never become empty."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (process / "cmdline").read_bytes().decode().split("\0")
+            if "torchinstruments.store.uploader" in command and any(str(spool) in word for word in command):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def raised(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -175,12 +191,14 @@ def test_a_store_that_is_merely_down_does_not_stop_training(tmp_path: Path) -> N
         "inject_observer(model, output_dir='s3://bucket/run', sampler=AlwaysSampler(), "
         f"storage_options={options!r})",
         cwd=tmp_path,
+        close_timeout_s=2.0,
         variables={"RANK": "0", "WORLD_SIZE": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "TRAINED" in done.stdout
     assert "unverified" in done.stderr
     assert list((tmp_path / "spool").rglob("*-history-*.parquet"))
+    end_uploaders(tmp_path / "spool")
 
 
 def test_another_runs_folder_is_left_alone(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import numpy.typing as npt
 import polars as pl
 import pytest
 
-from torchinstruments import open_run
+from torchinstruments import Run, open_run
+from torchinstruments.store.filesystem import open_storage
+from torchinstruments.testing.object_store import ObjectStore
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -91,28 +94,42 @@ def assert_close(found: dict[Any, float], expected: dict[Any, float]) -> None:
 class Launched:
     """A run of ``launch/local.sh`` on two ranks, merged."""
 
-    url: Path
+    url: str
+    options: dict[str, object] | None
     log_prefix: Path
     launch_output: str
     merge_output: str
     result: dict[str, Any]
 
+    def open(self) -> Run:
+        """Returns the run as a reader opens it."""
+        return open_run(self.url, storage_options=self.options)
 
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+
+@pytest.fixture(scope="module", params=["local disk", "object store"])
+def launched(
+    request: pytest.FixtureRequest, seaweed: ObjectStore, tmp_path_factory: pytest.TempPathFactory
+) -> Launched:
     """Two ranks, six steps of two micro-batches, every second step sampled; from a folder with blanks."""
     folder = tmp_path_factory.mktemp("a folder with blanks")
+    target, url, options = "telemetry of a run", str(folder / "telemetry of a run"), None
+    variables: dict[str, Any] = {}
+    if request.param == "object store":
+        target = url = f"s3://{seaweed.make_bucket(f'run-{uuid.uuid4().hex[:12]}')}/telemetry"
+        options = dict(seaweed.storage_options)
+        variables = {**seaweed.env, "TORCHINSTRUMENTS_SPOOL_DIR": str(folder / "spool")}
     launch = run(
         *(PROJECT / "launch" / "local.sh", *SMALL, "--steps", "6", "--sample-every-steps", "2"),
         *("--log-tensors", folder / "log"),
         cwd=folder,
-        OUTPUT_DIR="telemetry of a run",
+        OUTPUT_DIR=target,
         NPROC="2",
+        **variables,
     )
-    merge = run("torchinstruments", "merge", "telemetry of a run", cwd=folder)
-    url = folder / "telemetry of a run"
-    result = json.loads((url / "merged" / "result.json").read_text())
-    return Launched(url, folder / "log", launch.stdout + launch.stderr, merge.stdout + merge.stderr, result)
+    merge = run("torchinstruments", "merge", target, cwd=folder, **variables)
+    result = json.loads(open_storage(url, options).read("merged/result.json"))
+    said = launch.stdout + launch.stderr
+    return Launched(url, options, folder / "log", said, merge.stdout + merge.stderr, result)
 
 
 def test_basic_training_prints_the_folder_that_its_samples_lie_in(tmp_path: Path) -> None:
@@ -130,8 +147,9 @@ def test_basic_training_prints_the_folder_that_its_samples_lie_in(tmp_path: Path
 
 def test_local_launch_says_how_to_merge(launched: Launched) -> None:
     """The launch script prints the folder and a merge command that a shell reads as it is meant."""
-    assert "telemetry of a run" in launched.launch_output
-    assert r"torchinstruments merge telemetry\ of\ a\ run" in launched.launch_output
+    shown = launched.url if launched.options else r"telemetry\ of\ a\ run"
+    assert f"torchinstruments merge {shown}" in launched.launch_output
+    assert f"telemetry: {launched.url}" in launched.launch_output
 
 
 def test_both_ranks_are_there_and_closed(launched: Launched) -> None:
@@ -147,7 +165,7 @@ def test_both_ranks_are_there_and_closed(launched: Launched) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_rank_stored_what_its_script_saw(launched: Launched, rank: int) -> None:
     """Every number of a rank equals a NumPy float64 reference from the tensors that its script logged."""
-    history = open_run(str(launched.url)).history().filter(pl.col("rank") == rank).collect()
+    history = launched.open().history().filter(pl.col("rank") == rank).collect()
     expected = expected_rows(Path(f"{launched.log_prefix}-rank-{rank:03d}.npz"))
     assert {key[0] for key in expected} == {1, 3, 5}
     assert_close(stored_rows(history), expected)
@@ -180,7 +198,7 @@ def test_the_merge_keeps_each_ranks_own_values(launched: Launched) -> None:
 
 def test_accumulation_is_told_apart_from_synchronisation(launched: Launched) -> None:
     """The micro-batch under no_sync is local, the last one of a step synced, and each step was applied."""
-    opened = open_run(str(launched.url))
+    opened = launched.open()
     sync = opened.history().select("micro_batch", "grad_sync").unique().collect()
     assert set(sync.iter_rows()) == {(0, "local"), (1, "synced")}
     steps = (

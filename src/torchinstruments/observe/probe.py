@@ -182,6 +182,9 @@ class RootProbe:
         self.detach()
         if self._has_begun:
             self.session.put_attempts(self._clock.close(time.perf_counter()))
+            if self._clock.num_dropped_steps:
+                dropped = f"{self._clock.num_dropped_steps} steps in one attempt were more than are kept"
+                self.faults.report("optimizer", "", OverflowError(dropped))
             self.tell_catalog()
 
     def disarm(self) -> None:

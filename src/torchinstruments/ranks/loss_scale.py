@@ -150,7 +150,8 @@ class _Patches:
         self.listeners: tuple[ScalerWatch, ...] = ()
         self._originals: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self._classes: set[type] = set()
-        self._lock = threading.Lock()
+        # Garbage collection may detach a watch while this thread holds the lock.
+        self._lock = threading.RLock()
         self._inside = threading.local()
         self._pid = os.getpid()
 

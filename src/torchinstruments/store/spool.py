@@ -249,11 +249,9 @@ class SpoolTarget:
         return done
 
     def close(self) -> None:
-        """Gives the folder up: nothing more is written, and the uploader carries on and clears it (any
-        thread).
+        """Gives the folder up; the uploader carries on and clears it (any thread).
 
-        `finish` does so after a manifest that says ``closed``; this is for a process that leaves documents
-        alone.
+        `finish` does so after a manifest that says ``closed``; this is for one that leaves documents alone.
         """
         if self._lock is None:
             return

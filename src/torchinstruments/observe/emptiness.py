@@ -1,0 +1,34 @@
+"""Why a run that closes has no sample: the likely reason, for the one warning that says so."""
+
+from collections.abc import Mapping
+
+__all__ = ["likely_reason"]
+
+
+def likely_reason(sampling: Mapping[str, object], *, forwards: int, elapsed_s: float) -> str:
+    """Returns the likely reason and the way out, as the second half of a sentence.
+
+    Args:
+        sampling: What ``run.json`` says of the sampler, as `sampling.describe` returns it.
+        forwards: Root forwards that were seen.
+        elapsed_s: Seconds from attach to close.
+    """
+    if forwards == 0:
+        return (
+            "the attached module's forward was never called; attach to the module that the training loop "
+            "calls, and call it as model(...), not model.forward(...)"
+        )
+    settings = sampling.get("settings")
+    interval_s = settings.get("interval_s") if isinstance(settings, Mapping) else None
+    if isinstance(interval_s, (int, float)) and elapsed_s < interval_s:
+        return (
+            f"it ended after {elapsed_s:.1f} s, before the first interval of {interval_s:g} s was over; "
+            f"give a shorter interval, or sampler=TimedSampler(interval, immediate=True)"
+        )
+    n = settings.get("n") if isinstance(settings, Mapping) else None
+    if sampling.get("type") == "every_n_steps":
+        return (
+            f"EveryNStepsSampler({n}) chose none of {forwards} forwards: fewer than {n} attempts at an "
+            f"optimizer step were seen, and only optimizers that hold the model's parameters count"
+        )
+    return f"the sampler ({sampling.get('type')}) chose none of the {forwards} forwards that were seen"

@@ -1,0 +1,33 @@
+"""The reasons that a user is given for a run without samples."""
+
+from datetime import timedelta
+
+import pytest
+
+from torchinstruments.observe.emptiness import likely_reason
+from torchinstruments.observe.sampling import (
+    AlwaysSampler,
+    EveryNForwardsSampler,
+    EveryNStepsSampler,
+    SamplingPolicy,
+    TimedSampler,
+)
+from torchinstruments.observe.sampling import describe as described
+
+
+@pytest.mark.parametrize(
+    ("sampler", "forwards", "elapsed_s", "words"),
+    [
+        (AlwaysSampler(), 0, 9.0, ("never called", "model(...)")),
+        (TimedSampler(timedelta(minutes=1)), 12, 9.04, ("9.0 s", "60 s", "immediate=True")),
+        (TimedSampler(timedelta(seconds=2)), 1, 9.0, ("timed", "none of the 1 forwards")),
+        (EveryNStepsSampler(5), 12, 9.0, ("EveryNStepsSampler(5)", "12 forwards", "fewer than 5")),
+        (EveryNForwardsSampler(50), 12, 9.0, ("every_n_forwards", "none of the 12")),
+    ],
+)
+def test_the_reason_names_what_was_seen_and_the_way_out(
+    sampler: SamplingPolicy, forwards: int, elapsed_s: float, words: tuple[str, ...]
+) -> None:
+    """Each case has its own sentence with the numbers of the run in it."""
+    reason = likely_reason(described(sampler), forwards=forwards, elapsed_s=elapsed_s)
+    assert all(word in reason for word in words), reason
