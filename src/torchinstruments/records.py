@@ -21,6 +21,7 @@ __all__ = [
     "Execution",
     "GenerationRecord",
     "GradSync",
+    "HistogramRecord",
     "Identity",
     "Measurement",
     "Member",
@@ -364,6 +365,55 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
+class HistogramRecord:
+    """One histogram of one tensor at one moment.
+
+    Attributes:
+        layer: As in `ModuleRecord`.
+        layer_index: Position in the catalog.
+        call_index: Ordinal of the layer's call in this forward.
+        signal: What was measured.
+        tensor_path: As in `Measurement`.
+        backward_index: As in `Measurement`.
+        timestamp_us: When it was observed: microseconds since the epoch, UTC.
+        mode: ``train`` or ``eval``, of the module.
+        name: Name of the histogram.
+        edges: Edges of the bins, ascending, one more than there are bins; empty where there is a reason.
+        counts: Finite entries in each bin. Bins are open to the right, the last one closed.
+        underflow: Finite entries below the first edge.
+        overflow: Finite entries above the last edge.
+        finite_count: Finite entries.
+        nonfinite_count: NaN and infinite entries.
+        minimum: Lowest finite entry; None where there is a reason.
+        maximum: Highest finite entry; None where there is a reason.
+        total: Sum of the finite entries in float64; None where there is a reason.
+        total_of_squares: Sum of their squares; None where there is a reason.
+        unavailable_reason: ``""``, else a `Reason` with or without detail.
+    """
+
+    layer: str
+    layer_index: int
+    call_index: int
+    signal: Signal
+    tensor_path: str
+    backward_index: int
+    timestamp_us: int
+    mode: str
+    name: str
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    underflow: int
+    overflow: int
+    finite_count: int
+    nonfinite_count: int
+    minimum: float | None
+    maximum: float | None
+    total: float | None
+    total_of_squares: float | None
+    unavailable_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """What one sampled forward, or one backward of it, gave; resolved and handed to sinks.
 
@@ -384,6 +434,7 @@ class Sample:
         modules_fired: Those that were called in this forward.
         settled: Whether nothing more is expected of it (no gradient can come, or its backward is over).
         measurements: In execution order.
+        histograms: In execution order, of the layers in focus.
     """
 
     ordinal: int
@@ -400,6 +451,7 @@ class Sample:
     modules_fired: int
     settled: bool
     measurements: tuple[Measurement, ...] = ()
+    histograms: tuple[HistogramRecord, ...] = ()
 
 
 class DeferredSample(Protocol):
