@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help install demo test check format clean
+.PHONY: help install demo test bench check format clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -19,6 +19,10 @@ demo: $(STAMP) ## train a small model on 2 ranks, merge what they wrote, print a
 
 test: $(STAMP) ## every test that needs no root and no apt
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m "not system"
+
+# -P keeps the scripts' own folder, where a file is called profile.py, off the import path.
+bench: $(STAMP) ## tables of what measuring costs, as ratios; nothing in them is asserted
+	set -e; for script in tests/benchmarks/*.py; do OMP_NUM_THREADS=1 $(BIN)/python -P "$$script"; done
 
 check: $(STAMP) ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .

@@ -44,7 +44,23 @@ if TYPE_CHECKING:
         TimedSampler,
     )
     from torchinstruments.observe.selection import leaf_modules
-    from torchinstruments.statistics.reducers import Reducer, default_reducers
+    from torchinstruments.sinks.composite import CompositeSink
+    from torchinstruments.sinks.destination import DirectorySink
+    from torchinstruments.sinks.metric_logger import MetricLogger, MetricLoggerSink
+    from torchinstruments.sinks.sink import Sink
+    from torchinstruments.sinks.snapshots import SnapshotSink
+    from torchinstruments.sinks.tensorboard import TensorBoardLogger, TensorBoardSink
+    from torchinstruments.statistics.histograms import HistogramRange, HistogramReducer, histogram
+    from torchinstruments.statistics.reducers import (
+        Reducer,
+        combine,
+        default_reducers,
+        finite_fraction,
+        max_abs,
+        mean,
+        rms,
+        std,
+    )
     from torchinstruments.store.run import Run, open_run
 
 _HOMES = {
@@ -68,6 +84,23 @@ _HOMES = {
     "leaf_modules": "observe.selection",
     "Reducer": "statistics.reducers",
     "default_reducers": "statistics.reducers",
+    "combine": "statistics.reducers",
+    "mean": "statistics.reducers",
+    "std": "statistics.reducers",
+    "rms": "statistics.reducers",
+    "max_abs": "statistics.reducers",
+    "finite_fraction": "statistics.reducers",
+    "histogram": "statistics.histograms",
+    "HistogramReducer": "statistics.histograms",
+    "HistogramRange": "statistics.histograms",
+    "Sink": "sinks.sink",
+    "DirectorySink": "sinks.destination",
+    "TensorBoardSink": "sinks.tensorboard",
+    "TensorBoardLogger": "sinks.tensorboard",
+    "MetricLoggerSink": "sinks.metric_logger",
+    "MetricLogger": "sinks.metric_logger",
+    "SnapshotSink": "sinks.snapshots",
+    "CompositeSink": "sinks.composite",
     "TorchInstrumentsError": "errors",
     "ConfigurationError": "errors",
     "ObserverAlreadyAttachedError": "errors",
@@ -100,6 +133,23 @@ __all__ = [
     "leaf_modules",
     "Reducer",
     "default_reducers",
+    "combine",
+    "mean",
+    "std",
+    "rms",
+    "max_abs",
+    "finite_fraction",
+    "histogram",
+    "HistogramReducer",
+    "HistogramRange",
+    "Sink",
+    "DirectorySink",
+    "TensorBoardSink",
+    "TensorBoardLogger",
+    "MetricLoggerSink",
+    "MetricLogger",
+    "SnapshotSink",
+    "CompositeSink",
     "TorchInstrumentsError",
     "ConfigurationError",
     "ObserverAlreadyAttachedError",

@@ -19,6 +19,7 @@ from torchinstruments.config import UNSET, ErrorPolicy, HistoryConfig, RankPolic
 from torchinstruments.enrolment import Destination, RunPlan
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.observe.faults import Faults
+from torchinstruments.observe.focus import select_focus
 from torchinstruments.observe.observer import InertObserver, Observer, observer_of, refuse_second
 from torchinstruments.observe.probe import RootProbe
 from torchinstruments.observe.sampling import SamplingPolicy, TimedSampler, describe
@@ -30,6 +31,9 @@ from torchinstruments.ranks.optimizers import OptimizerWatch
 from torchinstruments.ranks.policy import parse_policy
 from torchinstruments.records import Identity, Signal
 from torchinstruments.session import RunSession
+from torchinstruments.sinks.composite import split_sinks
+from torchinstruments.sinks.sink import Sink
+from torchinstruments.statistics.histograms import HistogramReducer, histogram
 from torchinstruments.statistics.reducers import Reducer, default_reducers, metric_names, validate_reducers
 from torchinstruments.store.layout import safe_run_id
 from torchinstruments.store.urls import check_url, is_remote
@@ -44,16 +48,21 @@ _channels = itertools.count()
 def inject_observer(
     model: nn.Module,
     *,
-    output_dir: str | os.PathLike[str] = DEFAULT_OUTPUT_DIR,
+    output_dir: str | os.PathLike[str] | Unset = UNSET,
     storage_options: Mapping[str, object] | None = None,
     run_id: str | None = None,
     interval: timedelta | Unset = UNSET,
     sampler: SamplingPolicy | None = None,
     selector: Selector | Unset = UNSET,
     reducers: Sequence[Reducer] | Unset = UNSET,
+    histograms: Sequence[HistogramReducer] | Unset = UNSET,
+    histogram_selector: Selector | None = None,
+    max_histogram_modules: int = 8,
+    sink: Sink | None = None,
     history_config: HistoryConfig | Unset = UNSET,
     rank_policy: RankPolicy | str | Collection[int] | Callable[[Identity], bool] = RankPolicy.ALL,
     error_policy: ErrorPolicy | str = ErrorPolicy.WARN,
+    capture_direct_forwards: bool = False,
     optimizer: Optimizer | Unset = UNSET,
 ) -> Observer:
     """Attaches an observer to a model; call it on every rank, after the model was wrapped.
@@ -64,9 +73,9 @@ def inject_observer(
 
     Args:
         model: The model as the training loop calls it: plain, or wrapped by DDP, FSDP or ``torch.compile``.
-        output_dir: Folder of the run: a path, or any URL that fsspec knows, ``s3://bucket/run``. It may hold
-            ``{run_id}``. A folder that holds another run is left alone: this one goes beside it, and
-            `Observer.url` has the truth.
+        output_dir: Folder of the run, ``stats`` where it is not given: a path, or any URL that fsspec knows,
+            ``s3://bucket/run``. It may hold ``{run_id}``. A folder that holds another run is left alone: this
+            one goes beside it, and `Observer.url` has the truth.
         storage_options: For a URL: settings in fsspec's dialect. They are never written anywhere.
         run_id: Name of the run, equal on all ranks. A job that is started again under the same id goes on in
             the same folder. Else that of torchrun or Slurm, else one made by the leader.
@@ -74,11 +83,20 @@ def inject_observer(
         sampler: Chooses the forwards to measure, in place of an interval.
         selector: Chooses layers by name and module; leaf modules where it is not given.
         reducers: What is computed of a tensor; the exact profile of nine statistics where it is not given.
+        histograms: What is drawn of the layers in focus, on their sampled forwards and backwards; one of 64
+            bins where it is not given, none with ``()``. They go into TensorBoard files in ``tensorboard/``.
+        histogram_selector: Chooses the layers in focus by name and module among the selected ones, in place
+            of the first ones.
+        max_histogram_modules: How many layers are in focus at most.
+        sink: Takes the samples too, beside the run's folder. A `DirectorySink`, alone or in a
+            `CompositeSink`, stands for that folder, in place of ``output_dir`` and its companions.
         history_config: How the history is buffered and summarised.
         rank_policy: Which ranks observe: ``all``, ``rank0``, ``node`` (local rank 0 of each host), a
             collection of ranks, or a callable of the `records.Identity`.
         error_policy: What happens to errors while collecting: ``warn`` (once a kind), ``ignore``, or
             ``raise``, at the next root forward. They are counted and kept in every case.
+        capture_direct_forwards: Whether calls of ``module.forward(...)`` that bypass ``module(...)`` are
+            measured too.
         optimizer: The one whose steps count, where not every optimizer of the model's parameters should.
 
     Returns:
@@ -96,9 +114,21 @@ def inject_observer(
         raise ConfigurationError(
             f"model={model!r} is no torch.nn.Module; give the model that the training loop calls"
         )
-    destination = _destination(output_dir, storage_options, run_id)
+    directory, others = split_sinks(sink)
+    if directory is not None:
+        _refuse_beside_directory(output_dir, storage_options, run_id, history_config)
+        output_dir, storage_options, run_id = (
+            directory.output_dir,
+            directory.storage_options,
+            directory.run_id,
+        )
+        history_config = directory.history_config
+    destination = _destination(
+        DEFAULT_OUTPUT_DIR if isinstance(output_dir, Unset) else output_dir, storage_options, run_id
+    )
     chosen_sampler = _sampler(interval, sampler)
     chosen_reducers = default_reducers() if isinstance(reducers, Unset) else validate_reducers(reducers)
+    chosen_histograms = _histograms(histograms)
     history = HistoryConfig() if isinstance(history_config, Unset) else history_config
     if not isinstance(history, HistoryConfig):
         raise ConfigurationError(
@@ -111,15 +141,19 @@ def inject_observer(
             f"optimizer={optimizer!r} is no torch.optim.Optimizer; give one, or leave it out to count the "
             f"steps of every optimizer of the model"
         )
+    if not isinstance(capture_direct_forwards, bool):
+        raise ConfigurationError(
+            f"capture_direct_forwards={capture_direct_forwards!r} is not possible; give True or False"
+        )
     refuse_second(model)
     selector_errors: list[tuple[str, BaseException]] = []
 
     def keep_selector_error(layer: str, error: BaseException) -> None:
         selector_errors.append((layer, error))
 
-    layers = select_layers(
-        model, leaf_modules() if isinstance(selector, Unset) else selector, keep_selector_error
-    )
+    chosen_selector = leaf_modules() if isinstance(selector, Unset) else selector
+    layers = select_layers(model, chosen_selector, keep_selector_error)
+    focus = select_focus(layers, histogram_selector, max_histogram_modules, keep_selector_error)
     if environment.is_disabled():
         return _attach_inert(model, destination.url)
     session = RunSession(
@@ -136,6 +170,7 @@ def inject_observer(
         history=history,
         error_policy=errors,
         channel=str(next(_channels)),
+        sinks=others,
     )
     session.open()
     if not session.observing:
@@ -149,6 +184,10 @@ def inject_observer(
         error_policy=errors,
         optimizer=None if isinstance(optimizer, Unset) else optimizer,
         selector_errors=selector_errors,
+        histograms=chosen_histograms,
+        focus=focus if chosen_histograms else frozenset(),
+        selector=chosen_selector,
+        capture_direct_forwards=capture_direct_forwards,
     )
 
 
@@ -188,6 +227,10 @@ def _attach(
     error_policy: ErrorPolicy,
     optimizer: Optimizer | None,
     selector_errors: Sequence[tuple[str, BaseException]],
+    histograms: Sequence[HistogramReducer],
+    focus: frozenset[int],
+    selector: Selector,
+    capture_direct_forwards: bool,
 ) -> Observer:
     model_ref = weakref.ref(model)
 
@@ -210,6 +253,10 @@ def _attach(
         scale=scale,
         companions=(optimizers, scale),
         selector_errors=selector_errors,
+        histograms=histograms,
+        focus=focus,
+        selector=selector,
+        capture_direct_forwards=capture_direct_forwards,
     )
     session.count_with(probe.counters)
     observer = Observer(probe)
@@ -249,6 +296,40 @@ def _destination(
         return Destination(url, storage_options, safe_run_id(run_id))
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
+
+
+def _refuse_beside_directory(
+    output_dir: object, storage_options: object, run_id: object, history_config: object
+) -> None:
+    """Refuses arguments that a `DirectorySink` has too, whatever their values."""
+    given = {
+        "output_dir": not isinstance(output_dir, Unset),
+        "storage_options": storage_options is not None,
+        "run_id": run_id is not None,
+        "history_config": not isinstance(history_config, Unset),
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise ConfigurationError(
+                f"{name} and a DirectorySink conflict: both say it of the run's folder; give {name} to the "
+                f"DirectorySink, or leave the DirectorySink out"
+            )
+
+
+def _histograms(histograms: object) -> tuple[HistogramReducer, ...]:
+    if isinstance(histograms, Unset):
+        return (histogram(),)
+    if not isinstance(histograms, Sequence) or not all(
+        isinstance(one, HistogramReducer) for one in histograms
+    ):
+        raise ConfigurationError(
+            f"histograms={histograms!r} is not possible; give a tuple of histogram(...), or () for none"
+        )
+    names = [one.name for one in histograms]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigurationError(f"histograms has the name {twice!r} twice; give each its own name=")
+    return tuple(histograms)
 
 
 def _sampler(interval: timedelta | Unset, sampler: SamplingPolicy | None) -> SamplingPolicy:

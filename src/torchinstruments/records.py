@@ -138,6 +138,7 @@ class Reason(StrEnum):
     NO_TENSOR_OUTPUT = "no_tensor_output"
     REENTRANT_CHECKPOINT = "reentrant_checkpoint"
     INSIDE_COMPILED = "inside_compiled"
+    GRAPH_CAPTURE = "graph_capture"
     OVER_DEVICE_BUDGET = "over_device_budget"
     REDUCER_ERROR = "reducer_error"
 
@@ -530,7 +531,7 @@ class ErrorRecord:
 
     Attributes:
         probe: ``sampler``, ``selector``, ``reducer``, ``forward``, ``gradient``, ``optimizer``,
-            ``loss_scale``, ``sink`` or ``storage``.
+            ``loss_scale``, ``histogram``, ``sink`` or ``storage``.
         module: Layer, where there is one.
         type: Class name of the exception.
         message: Its text, at most 500 characters.

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from torchinstruments.config import ErrorPolicy, HistoryConfig
 from torchinstruments.enrolment import (
+    MAX_DIRECT_WORLD_SIZE,
     Destination,
     Enrolment,
     RunPlan,
@@ -34,7 +35,9 @@ from torchinstruments.records import (
     ModuleRecord,
 )
 from torchinstruments.sinks.delivery import Delivery
-from torchinstruments.sinks.directory import DirectorySink
+from torchinstruments.sinks.directory import RankFolderSink
+from torchinstruments.sinks.event_files import HistogramFiles, open_histogram_files
+from torchinstruments.sinks.sink import Sink
 from torchinstruments.store.filesystem import redact
 from torchinstruments.store.writer import RankWriter
 
@@ -63,6 +66,7 @@ class RunSession:
         history: Settings of the history.
         error_policy: Whether trouble is warned about.
         channel: Keeps several observers of one process apart.
+        sinks: Take the samples too, beside the run's folder.
     """
 
     def __init__(
@@ -75,7 +79,9 @@ class RunSession:
         history: HistoryConfig,
         error_policy: ErrorPolicy,
         channel: str,
+        sinks: Sequence[Sink] = (),
     ) -> None:
+        self._sinks = tuple(sinks)
         self._process = process
         self._device = device
         self._destination = destination
@@ -265,7 +271,21 @@ class RunSession:
             report=self._delivery.report,
             spool_path=enrolment.spool_path,
         )
-        self._delivery.start(enrolment.run, [DirectorySink(self._writer, enrolment.copy_folder)])
+        folder = RankFolderSink(
+            self._writer,
+            enrolment.copy_folder,
+            histograms=self._open_histogram_files(identity, enrolment),
+            report=self._delivery.report,
+        )
+        self._delivery.start(enrolment.run, [folder, *self._sinks], identity=identity, claim=enrolment.claim)
+
+    def _open_histogram_files(self, identity: Identity, enrolment: Enrolment) -> HistogramFiles | None:
+        """Returns what writes TensorBoard files; in a large world the leader's alone are kept."""
+        if enrolment.target is None or (
+            identity.world_size > MAX_DIRECT_WORLD_SIZE and not enrolment.agreement.leader
+        ):
+            return None
+        return open_histogram_files(enrolment.target, enrolment.copy_folder, identity, enrolment.claim)
 
     def _training_counters(self) -> Counters:
         return self._with_delivery(self._source())

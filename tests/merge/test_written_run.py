@@ -1,8 +1,13 @@
 """The merge over what the real writer wrote."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from merge.run_folder import RunFolder, process_of
 from torchinstruments.config import HistoryConfig
@@ -25,6 +30,7 @@ from torchinstruments.records import (
 from torchinstruments.store.local import LocalStorage
 from torchinstruments.store.local_target import LocalTarget
 from torchinstruments.store.writer import RankWriter
+from unit.store.material import run_record
 
 _START_US = 1_767_225_600_000_000
 
@@ -81,7 +87,7 @@ def write_rank(run: RunFolder, rank: int, num_samples: int) -> None:
         HistoryConfig(buffer_rows=8, window=run.window),
         LocalTarget(storage, run.folder(rank), process),
     )
-    writer.start([ModuleRecord("fc", "Linear", (), 10, 10)])
+    writer.start(run_record(), [ModuleRecord("fc", "Linear", (), 10, 10)])
     for ordinal in range(num_samples):
         writer.add_sample(sample(ordinal, 10.0 * rank + ordinal, of_backward=False))
     writer.flush()
@@ -117,3 +123,33 @@ def test_what_ranks_wrote_is_what_the_merge_says(tmp_path: Path) -> None:
     assert late["across_ranks"]["lowest"] == {"rank": 1, "value": -15.0, "sample_id": 5}
     missing = output["statistics"][1]["ranks"]["0"]["latest"]
     assert (missing["value"], missing["unavailable_reason"]) == (None, "overflow")
+
+
+@given(st.permutations([(ordinal, of_backward) for ordinal in range(7) for of_backward in (False, True)]))
+@settings(max_examples=25, deadline=None)
+def test_a_processes_own_result_is_what_the_merge_says_of_its_rank(
+    tmp_path_factory: pytest.TempPathFactory, deliveries: list[tuple[int, bool]]
+) -> None:
+    """In whichever order forwards and backwards come, both summaries of a rank are the same."""
+    run = RunFolder(tmp_path_factory.mktemp("run") / "run", window=2).run()
+    storage = LocalStorage(run.url)
+    writer = RankWriter(
+        Identity(0, 1, 0, "host-a", process_of(0)),
+        Claim(run.url, run.run_id, 0, 0, verified=True),
+        HistoryConfig(buffer_rows=5, window=run.window),
+        LocalTarget(storage, run.folder(0), process_of(0)),
+    )
+    writer.start(run_record(), [ModuleRecord("fc", "Linear", (), 10, 10)])
+    for ordinal, of_backward in deliveries:
+        writer.add_sample(sample(ordinal, float(ordinal * ordinal % 5), of_backward=of_backward))
+    writer.close(10.0)
+
+    own: Any = json.loads(storage.read("result.json"))
+    layers: Any = merge_run(run.url).result["layers"]
+    merged = [
+        {statistic["metric"]: statistic["ranks"]["0"] for statistic in tensor["statistics"]}
+        for tensor in layers[0]["tensors"]
+    ]
+    found = [{one.pop("metric"): one for one in tensor["statistics"]} for tensor in own[0]["tensors"]]
+    assert found == merged
+    assert found[0]["mean"]["observations"] == 7

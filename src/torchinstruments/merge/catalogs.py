@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from torchinstruments.merge.rank_sets import ranks_text
-from torchinstruments.merge.summary import SeriesSummaries
 from torchinstruments.records import ModuleRecord
 from torchinstruments.store.catalog import ModuleCatalog
+from torchinstruments.store.summaries import SeriesSummaries
 
 __all__ = ["FiredModules", "joined_modules"]
 

@@ -1,11 +1,6 @@
-"""One rank's summaries in the two forms that they are kept in: JSON entries and rows of ``summary.parquet``.
-
-An entry has the shape of a statistics entry in a process's own ``result.json``. A missing number is null with
-a reason beside it, never NaN.
-"""
+"""One rank's summaries as rows of ``summary.parquet``; a missing number is null with a reason beside it."""
 
 import io
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,72 +8,16 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchinstruments.merge.summary import (
-    LATEST_COLUMNS,
-    NO_OBSERVATIONS,
-    NO_VALID_OBSERVATIONS,
-    Points,
-    SeriesSummaries,
-)
-from torchinstruments.merge.windows import Windows
+from torchinstruments.store.entries import window_reason
+from torchinstruments.store.row_blocks import LATEST_COLUMNS
 from torchinstruments.store.schema import KEY_COLUMNS
+from torchinstruments.store.summaries import SeriesSummaries
 
-__all__ = ["SUMMARY_SCHEMA", "SummaryTable", "entry", "number", "timestamp_text"]
+__all__ = ["SUMMARY_SCHEMA", "SummaryTable"]
 
 _POINTS = ("first", "latest", "minimum", "maximum")
 _WINDOWS = ("previous_window", "recent_window")
 _TIMESTAMP = pa.timestamp("us", tz="UTC")
-
-
-def number(value: float) -> float | None:
-    """Returns a float as strict JSON has it: None in place of NaN and the infinities."""
-    return value if math.isfinite(value) else None
-
-
-def timestamp_text(microseconds: int) -> str:
-    """Returns microseconds since the epoch as ISO 8601 in UTC, always with six digits after the point."""
-    return f"{np.datetime64(microseconds, 'us')}+00:00"
-
-
-def entry(summaries: SeriesSummaries, place: int) -> dict[str, object]:
-    """Returns one series of one rank as a statistics entry, without its metric's name."""
-    return {
-        "observations": int(summaries.observations[place]),
-        "unavailable_observations": int(summaries.unavailable_observations[place]),
-        "first": _point_entry(summaries.first, place),
-        "latest": _point_entry(summaries.latest, place),
-        "minimum": _point_entry(summaries.minimum, place),
-        "maximum": _point_entry(summaries.maximum, place),
-        "previous_window": _window_entry(summaries.previous_window, place),
-        "recent_window": _window_entry(summaries.recent_window, place),
-    }
-
-
-def _point_entry(points: Points, place: int) -> dict[str, object]:
-    sample_id = int(points.sample_id[place])
-    there = sample_id >= 0
-    return {
-        "sample_id": sample_id if there else None,
-        "timestamp": timestamp_text(int(points.timestamp_us[place])) if there else None,
-        "value": number(float(points.value[place])),
-        "unavailable_reason": points.reason[place],
-    }
-
-
-def _window_entry(windows: Windows, place: int) -> dict[str, object]:
-    observations, valid = int(windows.observations[place]), int(windows.valid_observations[place])
-    return {
-        "observations": observations,
-        "valid_observations": valid,
-        "mean": number(float(windows.mean[place])),
-        "unavailable_reason": _window_reason(observations, valid),
-    }
-
-
-def _window_reason(observations: int, valid: int) -> str:
-    if valid:
-        return ""
-    return NO_VALID_OBSERVATIONS if observations else NO_OBSERVATIONS
 
 
 def _key_type(name: str) -> pa.DataType:
@@ -161,7 +100,7 @@ def _table(rank: int, summaries: SeriesSummaries) -> pa.Table:
             pa.array(windows.observations),
             pa.array(windows.valid_observations),
             _floats(windows.mean),
-            pa.array([_window_reason(*pair) for pair in counts], pa.string()),
+            pa.array([window_reason(*pair) for pair in counts], pa.string()),
         ]
     columns += [_floats(summaries.loss_scale_lowest), _floats(summaries.loss_scale_highest)]
     return pa.Table.from_arrays(columns, schema=SUMMARY_SCHEMA)

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from torchinstruments.merge.entries import entry, number
 from torchinstruments.merge.rank_sets import ranks_text
-from torchinstruments.merge.series import SeriesKey
-from torchinstruments.merge.summary import LATEST_COLUMNS, SeriesSummaries
 from torchinstruments.records import ModuleRecord
+from torchinstruments.store.entries import entry, number
+from torchinstruments.store.row_blocks import LATEST_COLUMNS
+from torchinstruments.store.series import SeriesKey
+from torchinstruments.store.summaries import SeriesSummaries
 
 __all__ = ["SUMMARY_FILE", "LayerFold"]
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from torchinstruments.merge.entries import timestamp_text
 from torchinstruments.merge.tasks import ProcessRows
+from torchinstruments.store.entries import timestamp_text
 from torchinstruments.store.manifest import Manifest
 
 __all__ = ["ProcessView", "overlapping_ranks", "rows_dropped", "rows_in_spool", "tables_behind"]

@@ -18,16 +18,23 @@ import pyarrow.parquet as pq
 
 from torchinstruments.errors import StorageDeniedError, StorageError
 from torchinstruments.merge.alignment import SampleKeys, sample_keys
-from torchinstruments.merge.series import SeriesIndex, TooManySeriesError, texts_of
 from torchinstruments.merge.sources import opened
-from torchinstruments.merge.summary import LATEST_COLUMNS, RowBlock, SummaryBuilder
 from torchinstruments.merge.tasks import Disagreement, ProcessRows, RankReading, RankTask
 from torchinstruments.records import SampleState
 from torchinstruments.store.documents import UnusableFileError
 from torchinstruments.store.inspection import Expected, inspect_file
 from torchinstruments.store.inventory import PartFile, SetAside
+from torchinstruments.store.row_blocks import (
+    SUMMARISED_COLUMNS,
+    RowBlock,
+    integers,
+    microseconds,
+    row_block,
+)
 from torchinstruments.store.schema import KEY_COLUMNS, TABLE_SCHEMAS
+from torchinstruments.store.series import SeriesIndex, TooManySeriesError, texts_of
 from torchinstruments.store.storage import Storage
+from torchinstruments.store.summaries import SummaryBuilder
 
 __all__ = ["read_rank"]
 
@@ -40,16 +47,7 @@ MAX_FETCHED_BYTES = 64 * 2**20
 _BATCH_ROWS = 65_536
 _FOREIGN = "foreign_run"
 _IDENTITY_COLUMNS = ("generation", "rank", "process")
-_HISTORY_COLUMNS = (
-    *_IDENTITY_COLUMNS,
-    "sample_id",
-    "timestamp",
-    *KEY_COLUMNS,
-    "value",
-    "loss_scale",
-    "unavailable_reason",
-    *LATEST_COLUMNS,
-)
+_HISTORY_COLUMNS = (*_IDENTITY_COLUMNS, *KEY_COLUMNS, *SUMMARISED_COLUMNS)
 _SAMPLE_COLUMNS = (
     *_IDENTITY_COLUMNS,
     "sample_id",
@@ -155,7 +153,7 @@ class _RankReader:
         def blocks() -> Iterator[RowBlock]:
             for batch in _batches(file, _HISTORY_COLUMNS):
                 self._compare(part, batch, found, generations)
-                yield _row_block(batch, self._index)
+                yield row_block(batch, self._index.number(batch))
 
         chosen: Iterable[RowBlock]
         if file.metadata.num_rows <= MAX_HELD_ROWS:
@@ -187,7 +185,7 @@ class _RankReader:
         generations: set[int],
     ) -> None:
         """Counts the rows of a batch that say something else than where they lie."""
-        in_rows = _integers(batch, "generation")
+        in_rows = integers(batch, "generation")
         expected = self._task.generations.get(part.process)
         if expected is None or not bool((in_rows == expected).all()):
             generations.update(np.unique(in_rows).tolist())
@@ -195,7 +193,7 @@ class _RankReader:
             generations.add(expected)
         if expected is not None:
             _count_others(found, "generation", in_rows, expected)
-        _count_others(found, "rank", _integers(batch, "rank"), part.rank)
+        _count_others(found, "rank", integers(batch, "rank"), part.rank)
         positions, texts = texts_of(batch.column("process"))
         counts = np.bincount(positions, minlength=len(texts)).tolist()
         for text, rows in zip(texts, counts, strict=True):
@@ -244,22 +242,6 @@ def _batches(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[pa.Record
     return file.iter_batches(batch_size=_BATCH_ROWS, columns=list(columns), use_threads=False)
 
 
-def _integers(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.int64]:
-    column = batch.column(name)
-    if column.null_count:
-        column = column.fill_null(-1)
-    return column.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
-
-
-def _microseconds(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.int64]:
-    return batch.column(name).view(pa.int64()).to_numpy(zero_copy_only=False)
-
-
-def _finite_or_nan(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.float64]:
-    values = batch.column(name).to_numpy(zero_copy_only=False)
-    return np.where(np.isfinite(values), values, np.nan)
-
-
 def _count_others(
     found: Counter[tuple[str, str, str]], column: str, values: npt.NDArray[np.int64], expected: int
 ) -> None:
@@ -269,28 +251,16 @@ def _count_others(
             found[column, str(value), str(expected)] += int(rows)
 
 
-def _row_block(batch: pa.RecordBatch, index: SeriesIndex) -> RowBlock:
-    return RowBlock(
-        series=index.number(batch),
-        sample_id=_integers(batch, "sample_id"),
-        timestamp_us=_microseconds(batch, "timestamp"),
-        value=_finite_or_nan(batch, "value"),
-        loss_scale=_finite_or_nan(batch, "loss_scale"),
-        reason=batch.column("unavailable_reason"),
-        latest={name: batch.column(name) for name in LATEST_COLUMNS},
-    )
-
-
 def _samples(batch: pa.RecordBatch) -> _Samples:
     positions, states = texts_of(batch.column("state"))
     is_missed = np.array([state == SampleState.MISSED for state in states], np.bool_)
     return _Samples(
-        generation=_integers(batch, "generation"),
-        sample_id=_integers(batch, "sample_id"),
-        attempt=_integers(batch, "attempt"),
-        forward_in_attempt=_integers(batch, "forward_in_attempt"),
-        forward_index=_integers(batch, "forward_index"),
-        started_at_us=_microseconds(batch, "started_at"),
+        generation=integers(batch, "generation"),
+        sample_id=integers(batch, "sample_id"),
+        attempt=integers(batch, "attempt"),
+        forward_in_attempt=integers(batch, "forward_in_attempt"),
+        forward_index=integers(batch, "forward_index"),
+        started_at_us=microseconds(batch, "started_at"),
         is_missed=is_missed[positions] if len(states) else np.zeros(0, np.bool_),
     )
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torchinstruments.merge.alignment import SampleKeys
 from torchinstruments.merge.sources import Source
-from torchinstruments.merge.summary import SeriesSummaries
 from torchinstruments.store.inventory import PartFile, SetAside
+from torchinstruments.store.summaries import SeriesSummaries
 
 __all__ = ["Disagreement", "ProcessRows", "RankReading", "RankTask"]
 

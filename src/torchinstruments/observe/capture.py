@@ -2,7 +2,8 @@
 
 The hooks are there for this forward and this thread alone, so that a forward that is not sampled pays for
 nothing, and the recomputation of activation checkpointing meets none. A value is reduced inside the hook, for
-an in-place operation may change it right afterwards.
+an in-place operation may change it right afterwards. They come last among a layer's hooks: where another
+tool's hook replaces an output, what is measured is what the next layer is given.
 """
 
 import sys
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from torchinstruments.observe.direct import DirectLayer, ForwardOverride
 from torchinstruments.observe.engine import is_in_backward
 from torchinstruments.observe.faults import Faults, Tally
 from torchinstruments.observe.gradients import GradientTracker, SampleGradients
@@ -24,7 +26,6 @@ from torchinstruments.observe.observation import (
     Call,
     Delivery,
     Observation,
-    Part,
     SampleFacts,
     error_reason,
     take_absence,
@@ -40,7 +41,6 @@ from torchinstruments.records import (
     ScaleProvenance,
     Signal,
 )
-from torchinstruments.statistics.batching import ScalarBatch
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -53,8 +53,8 @@ MAX_OBSERVATIONS = 100_000
 """Tensors of one sampled forward that are measured, over all layers and calls."""
 
 _PROBE = "forward"
-_TAKES_NO_HOOK = (Reason.UNSUPPORTED_LAYOUT.value, Reason.META_TENSOR.value)
-"""Why neither an output nor its gradient is measured: there is no real tensor to hook."""
+_TAKES_NO_HOOK = (Reason.UNSUPPORTED_LAYOUT.value, Reason.META_TENSOR.value, Reason.GRAPH_CAPTURE.value)
+"""Why neither an output nor its gradient is measured: there is no real tensor to hook, or not now."""
 
 
 @dataclass(slots=True)
@@ -63,6 +63,7 @@ class _Progress:
 
     calls: dict[int, int] = field(default_factory=dict)
     handles: "list[RemovableHandle]" = field(default_factory=list)
+    overrides: list[ForwardOverride] = field(default_factory=list)
     gradients: SampleGradients | None = None
     collection_s: float = 0.0
     is_full: bool = False
@@ -99,7 +100,7 @@ class SampledForward:
         self._position = position
         self._started_at_us = started_at_us
         self._grad_sync = grad_sync
-        self._part = Part(ScalarBatch(tracker.reducers, self._tally.fail))
+        self._part = tracker.recipe.part(ordinal, self._tally.fail)
         self._progress = _Progress()
         self._is_over = False
 
@@ -108,11 +109,12 @@ class SampledForward:
         """Indices of the layers that were called, in the order of their first calls."""
         return tuple(self._progress.calls)
 
-    def attach(self, compiled: frozenset[int]) -> None:
+    def attach(self, compiled: frozenset[int], replicated: frozenset[int] | None = None) -> None:
         """Hooks the layers (training thread, hot path).
 
         Args:
             compiled: Ids of modules inside compiled code, where a hook would be compiled too.
+            replicated: Has direct forwards captured too, but for modules with these ids; None: of none.
         """
         started_s = time.perf_counter()
         thread = threading.get_ident()
@@ -125,6 +127,10 @@ class SampledForward:
                 else:
                     hook = LayerHook(self, layer, thread)
                     self._progress.handles.append(layer.watched.register_forward_hook(hook))
+                    if replicated is not None and id(layer.watched) not in replicated:
+                        override = ForwardOverride(layer.watched, DirectLayer(self, layer, thread))
+                        override.install(clean_copies=False)
+                        self._progress.overrides.append(override)
             except Exception as error:  # noqa: BLE001 - one layer may not cost the others
                 self._tally.layer = layer.name
                 self._tally.fail(_PROBE, error)
@@ -194,6 +200,9 @@ class SampledForward:
         for handle in self._progress.handles:
             handle.remove()
         self._progress.handles.clear()
+        for override in self._progress.overrides:
+            override.remove()
+        self._progress.overrides.clear()
 
     def _measure(self, layer: Layer, output: object) -> None:
         """Measures all tensors of one output."""
@@ -241,7 +250,7 @@ class SampledForward:
                 take_absence(self._part, call, Signal.OUTPUT_GRADIENT, gradient_path(path), reason, output)
                 return
             if self._progress.gradients is None:
-                self._progress.gradients = self._tracker.sample()
+                self._progress.gradients = self._tracker.sample(self._ordinal)
             self._progress.gradients.expect(call, path, tensor, output)
         elif (
             self._position.grad_enabled

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import torch
 from torch.autograd import Variable
+from torch.fx import _symbolic_trace
 
-__all__ = ["call_at_end_of_backward", "graph_task", "is_capturing_graph", "is_in_backward", "is_traced"]
+__all__ = ["call_at_end_of_backward", "graph_task", "is_capturing_graph", "is_in_backward", "tracing"]
 
 
 def graph_task() -> int:
@@ -33,9 +34,15 @@ def call_at_end_of_backward(function: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(function)  # noqa: SLF001
 
 
-def is_traced() -> bool:
-    """Returns whether ``torch.jit.trace`` records the current thread's operations."""
-    return torch._C._get_tracing_state() is not None  # noqa: SLF001
+def tracing() -> str:
+    """Returns what records the current thread's operations to make a program of them; ``""`` for none.
+
+    Tensors of a recording are not values, and what is computed of them would become part of the program.
+    ``torch.export`` and ``torch.compile`` are seen by ``torch.compiler.is_compiling()``.
+    """
+    if torch._C._get_tracing_state() is not None:  # noqa: SLF001 - torch.jit.is_tracing asks for scripting first
+        return "torch.jit.trace"
+    return "torch.fx" if _symbolic_trace._is_fx_tracing_flag else ""  # noqa: SLF001 - its function compiles too
 
 
 def is_capturing_graph() -> bool:

@@ -73,16 +73,29 @@ class Faults:
                 # Without its traceback: that would keep the activations of its frames alive.
                 self._pending = error.with_traceback(None)
                 self._pending.add_note(f"torchinstruments: {probe} failed in {layer or 'the model'}")
-        at = datetime.now(UTC).isoformat(timespec="milliseconds")
-        try:
-            self._keep(ErrorRecord(probe=probe, module=layer, type=kind[1], message=text, at=at))
-        except Exception:
-            _LOGGER.debug("an error could not be kept", exc_info=True)
+        self._hold(probe, layer, kind[1], text)
         if is_new and self._policy is ErrorPolicy.WARN:
             self.warn(
                 f"{probe} failed in {layer or 'the model'}: {kind[1]}: {text}; "
                 f"training goes on, and further errors of this kind are only counted"
             )
+
+    def notice(self, probe: str, layer: str, sentence: str, *, is_worth_a_warning: bool = True) -> None:
+        """Takes what is no error but has to be known: kept and counted, never raised (any thread).
+
+        Args:
+            probe: What it concerns, as in `ErrorRecord`.
+            layer: Name of the layer; ``""`` is the model itself.
+            sentence: A whole sentence for the user.
+            is_worth_a_warning: Whether the user is warned with it; once for each probe.
+        """
+        with self._lock:
+            self._counts[probe] += 1
+            is_new = (probe, "notice") not in self._warned
+            self._warned.add((probe, "notice"))
+        self._hold(probe, layer, RuntimeWarning.__name__, sentence[:_MAX_MESSAGE_CHARACTERS])
+        if is_new and is_worth_a_warning:
+            self.warn(sentence)
 
     def report_companion(self, probe: str, error: BaseException) -> None:
         """Takes an error of optimizer hooks or of the scaler watch; it never raises (any thread)."""
@@ -109,6 +122,14 @@ class Faults:
         with self._lock:
             error, self._pending = self._pending, None
         return error
+
+    def _hold(self, probe: str, layer: str, kind: str, text: str) -> None:
+        """Leaves a record with who keeps them."""
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        try:
+            self._keep(ErrorRecord(probe=probe, module=layer, type=kind, message=text, at=at))
+        except Exception:
+            _LOGGER.debug("an error could not be kept", exc_info=True)
 
 
 class Tally:

@@ -16,13 +16,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from torchinstruments.observe.engine import call_at_end_of_backward, graph_task
+from torchinstruments.observe.engine import call_at_end_of_backward, graph_task, is_capturing_graph
 from torchinstruments.observe.faults import Faults, Tally
 from torchinstruments.observe.hooks import GradientHook
 from torchinstruments.observe.leaves import gradient_path
@@ -31,6 +31,7 @@ from torchinstruments.observe.observation import (
     Delivery,
     Observation,
     Part,
+    Recipe,
     SampleFacts,
     absence_metrics,
     error_reason,
@@ -40,7 +41,6 @@ from torchinstruments.observe.observation import (
 from torchinstruments.observe.session_protocol import ScaleSource
 from torchinstruments.records import Reason, SampleState, ScaleProvenance, Signal
 from torchinstruments.statistics.batching import ScalarBatch
-from torchinstruments.statistics.contract import Reducer
 from torchinstruments.statistics.isolation import isolated
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class GradientTracker:
     """All samples of one observer that may still get gradients.
 
     Args:
-        reducers: What is computed of each gradient.
+        recipe: What is computed of each gradient.
         faults: Takes errors.
         scale: Knows the loss scale; None where nobody watches for one.
         deliver: Takes a finished traversal; it must not raise.
@@ -71,14 +71,14 @@ class GradientTracker:
     def __init__(
         self,
         *,
-        reducers: Sequence[Reducer],
+        recipe: Recipe,
         faults: Faults,
         scale: ScaleSource | None,
         deliver: Callable[[Delivery], None],
         backward_ended: Callable[[], None],
     ) -> None:
-        self.reducers = tuple(reducers)
-        self.absence_metrics = absence_metrics(reducers)
+        self.recipe = recipe
+        self.absence_metrics = absence_metrics(recipe.reducers)
         self.faults = faults
         self.scale = scale
         self.deliver = deliver
@@ -88,9 +88,9 @@ class GradientTracker:
         self.leaf_handles: list[RemovableHandle] = []
         self._samples: deque[weakref.ref[SampleGradients]] = deque()
 
-    def sample(self) -> "SampleGradients":
+    def sample(self, ordinal: int) -> "SampleGradients":
         """Returns the bookkeeping of a sample that expects gradients (training thread, hot path)."""
-        sample = SampleGradients(self, threading.get_ident())
+        sample = SampleGradients(self, ordinal, threading.get_ident())
         if len(self._samples) >= MAX_OUTSTANDING:
             self._samples = deque(reference for reference in self._samples if reference() is not None)
         if len(self._samples) >= MAX_OUTSTANDING:
@@ -140,11 +140,28 @@ class GradientTracker:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """One output that may get a gradient."""
+    """One output that may get a gradient.
+
+    Attributes:
+        call: The call that it came from.
+        path: Of the gradient.
+        output: What was observed of it.
+        is_view: Whether it shares another tensor's memory.
+    """
 
     call: Call
     path: str
     output: Observation
+    is_view: bool
+
+    def missing(self) -> str:
+        """Returns why a traversal brought no gradient of it."""
+        if not self.is_view:
+            return Reason.NO_GRADIENT.value
+        # Which of the two it was, nothing tells afterwards.
+        return Reason.NO_GRADIENT.with_detail(
+            "none came, or a view was changed in place, which loses its hook"
+        )
 
 
 class SampleGradients:
@@ -152,11 +169,13 @@ class SampleGradients:
 
     Args:
         tracker: Of the observer.
+        ordinal: Of the sample.
         thread: Which thread ran the forward.
     """
 
-    def __init__(self, tracker: GradientTracker, thread: int) -> None:
+    def __init__(self, tracker: GradientTracker, ordinal: int, thread: int) -> None:
         self.tracker = tracker
+        self.ordinal = ordinal
         self.thread = thread
         self.targets: list[_Target] = []
         self.seen: set[int] = set()
@@ -177,7 +196,8 @@ class SampleGradients:
         """
         # As an output it is taken now, since an in-place operation would move its hook to another version.
         handle = tensor.register_hook(GradientHook(self, len(self.targets)))
-        self.targets.append(_Target(call, gradient_path(path), output))
+        is_view = tensor._is_view()  # noqa: SLF001 - its only name
+        self.targets.append(_Target(call, gradient_path(path), output, is_view))
         if tensor.is_leaf:
             self.tracker.leaf_handles.append(handle)
 
@@ -258,7 +278,8 @@ class _Traversal:
         thread = threading.get_ident()
         part = self._parts.get(thread)
         if part is None:
-            part = self._parts[thread] = Part(ScalarBatch(self.sample.tracker.reducers, self._tally.fail))
+            recipe = self.sample.tracker.recipe
+            part = self._parts[thread] = recipe.part(self.sample.ordinal, self._tally.fail)
         self._tally.layer = target.call.layer.name
         try:
             take_tensor(part, target.call, Signal.OUTPUT_GRADIENT, target.path, gradient)
@@ -330,7 +351,7 @@ class _Traversal:
                 target.call,
                 Signal.OUTPUT_GRADIENT,
                 target.path,
-                Reason.NO_GRADIENT.value,
+                target.missing(),
                 target.output,
             )
 
@@ -341,7 +362,7 @@ class _Traversal:
             return None, ScaleProvenance.UNKNOWN
         try:
             scale, provenance = source.current_scale()
-            if scale is None:
+            if scale is None or is_capturing_graph():
                 return None, provenance
             batch = parts[0].batch
             with isolated(scale.device.type):

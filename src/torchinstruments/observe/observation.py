@@ -5,16 +5,19 @@ numbers are put in when the writer thread resolves the delivery. No delivery hol
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
+from torchinstruments.observe.engine import is_capturing_graph
 from torchinstruments.observe.selection import Layer
 from torchinstruments.records import (
     Absent,
     Execution,
     GradSync,
+    HistogramRecord,
     Measurement,
     Position,
     Reason,
@@ -27,6 +30,7 @@ from torchinstruments.records import (
 from torchinstruments.statistics.admission import admit
 from torchinstruments.statistics.batching import ScalarBatch
 from torchinstruments.statistics.contract import Reducer, known_metrics, reducer_name
+from torchinstruments.statistics.histograms import HistogramReducer, absent_histogram, due_histograms
 from torchinstruments.statistics.isolation import isolated
 
 __all__ = [
@@ -34,6 +38,7 @@ __all__ = [
     "Delivery",
     "Observation",
     "Part",
+    "Recipe",
     "SampleFacts",
     "absence_metrics",
     "error_reason",
@@ -76,6 +81,7 @@ class Observation:
         device: As torch writes it.
         index: Its place in the batch; -1 where there is a reason.
         reason: Why nothing was measured, else ``""``.
+        has_histograms: Whether it has those of its part, absent ones included.
     """
 
     call: Call
@@ -88,14 +94,53 @@ class Observation:
     device: str
     index: int
     reason: str
+    has_histograms: bool = False
 
 
 @dataclass(slots=True)
 class Part:
-    """Observations of one thread, with the batch that their numbers are in."""
+    """Observations of one thread, with the batch that their numbers are in.
+
+    Attributes:
+        batch: Their numbers.
+        histograms: Names of the histograms that are due in this sample.
+        focus: Indices of the layers whose tensors have them; empty where none is due.
+        observations: In execution order.
+    """
 
     batch: ScalarBatch
+    histograms: tuple[str, ...] = ()
+    focus: frozenset[int] = frozenset()
     observations: list[Observation] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What is computed of the tensors of one observer.
+
+    Attributes:
+        reducers: Of every tensor.
+        histograms: Of the tensors of layers in focus, in samples where they are due.
+        focus: Indices of these layers.
+    """
+
+    reducers: tuple[Reducer, ...]
+    histograms: tuple[HistogramReducer, ...] = ()
+    focus: frozenset[int] = frozenset()
+
+    def part(self, ordinal: int, on_error: Callable[[str, BaseException], None]) -> Part:
+        """Returns an empty part (training or autograd thread, hot path).
+
+        Args:
+            ordinal: Of the sample; says which histograms are due.
+            on_error: Takes errors of reducers.
+        """
+        due = due_histograms(self.histograms, ordinal) if self.focus else ()
+        return Part(
+            ScalarBatch(self.reducers, on_error, histograms=due),
+            histograms=tuple(histogram.name for histogram in due),
+            focus=self.focus if due else frozenset(),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +210,45 @@ class Delivery:
                 for part in self.parts
                 for observation in part.observations
             ),
+            histograms=tuple(
+                record
+                for part in self.parts
+                for observation in part.observations
+                if observation.has_histograms
+                for record in self._histograms(part, observation)
+            ),
         )
+
+    def _histograms(self, part: Part, observation: Observation) -> Iterator[HistogramRecord]:
+        """Yields the histograms of one observation, or why there are none."""
+        if observation.index < 0:
+            measured = tuple(absent_histogram(name, observation.reason) for name in part.histograms)
+        else:
+            measured = part.batch.read_histograms(observation.index)
+        call = observation.call
+        for one in measured:
+            yield HistogramRecord(
+                layer=call.layer.name,
+                layer_index=call.layer.index,
+                call_index=call.call_index,
+                signal=observation.signal,
+                tensor_path=observation.tensor_path,
+                backward_index=self.backward_index or 0,
+                timestamp_us=observation.timestamp_us,
+                mode=call.mode,
+                name=one.name,
+                edges=one.edges,
+                counts=one.counts,
+                underflow=one.underflow,
+                overflow=one.overflow,
+                finite_count=one.finite_count,
+                nonfinite_count=one.nonfinite_count,
+                minimum=one.minimum,
+                maximum=one.maximum,
+                total=one.total,
+                total_of_squares=one.total_of_squares,
+                unavailable_reason=one.unavailable_reason,
+            )
 
     def _measurement(self, batch: ScalarBatch, observation: Observation) -> Measurement:
         """Returns one observation with its numbers."""
@@ -207,13 +290,15 @@ def take_tensor(part: Part, call: Call, signal: Signal, path: str, tensor: torch
     """
     timestamp_us = time.time_ns() // 1000
     device = tensor.device
+    in_focus = call.layer.index in part.focus
     with isolated(device.type):
-        admitted = admit(tensor)
+        # What is computed while a graph is captured would become part of the graph.
+        admitted = Absent(Reason.GRAPH_CAPTURE.value) if is_capturing_graph() else admit(tensor)
         if isinstance(admitted, Absent):
             local, scope, index, reason = tensor, Scope.UNKNOWN, -1, admitted.reason
         else:
             local, scope = admitted
-            index, reason = part.batch.add(local), ""
+            index, reason = part.batch.add(local, histograms=in_focus), ""
     observation = Observation(
         call=call,
         signal=signal,
@@ -222,9 +307,10 @@ def take_tensor(part: Part, call: Call, signal: Signal, path: str, tensor: torch
         scope=scope,
         shape=_shape(local),
         dtype=_dtype(local),
-        device=str(device),
+        device=_device(device),
         index=index,
         reason=reason,
+        has_histograms=in_focus,
     )
     part.observations.append(observation)
     return observation
@@ -255,6 +341,7 @@ def take_absence(
             device="" if like is None else like.device,
             index=-1,
             reason=reason,
+            has_histograms=call.layer.index in part.focus,
         )
     )
 
@@ -279,4 +366,16 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _dtype(tensor: torch.Tensor) -> str:
     """Returns the dtype without its module."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _dtype_name(tensor.dtype)
+
+
+@lru_cache(maxsize=128)
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Returns a dtype without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=128)
+def _device(device: torch.device) -> str:
+    """Returns a device as torch writes it."""
+    return str(device)

@@ -15,54 +15,39 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from torchinstruments.errors import ConfigurationError
+from torchinstruments.observe.bypass import Bypass
+from torchinstruments.observe.calls import RootCall, RunningCalls
 from torchinstruments.observe.capture import SampledForward
-from torchinstruments.observe.catalog import Catalog
 from torchinstruments.observe.counts import Counts
-from torchinstruments.observe.engine import is_capturing_graph, is_in_backward, is_traced
+from torchinstruments.observe.direct import DirectRoot, ForwardOverride, replicated
+from torchinstruments.observe.engine import is_capturing_graph, is_in_backward, tracing
 from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.gradients import GradientTracker
 from torchinstruments.observe.hooks import RootPostHook, RootPreHook
-from torchinstruments.observe.observation import Delivery, SampleFacts
+from torchinstruments.observe.layers import ObservedLayers
+from torchinstruments.observe.observation import Delivery, Recipe, SampleFacts
 from torchinstruments.observe.sampling import SamplingEvent, SamplingPolicy
-from torchinstruments.observe.selection import Layer, inside_compiled
+from torchinstruments.observe.selection import Layer, Selector, inside_compiled
 from torchinstruments.observe.session_protocol import Companion, ScaleSource, Session
-from torchinstruments.observe.wrappers import is_compiled_in_place
+from torchinstruments.observe.stack import num_calls
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.grad_sync import read_grad_sync
-from torchinstruments.records import GradSync, Position, SampleState, ScaleProvenance
+from torchinstruments.records import AttemptRecord, Position, SampleState, ScaleProvenance
+from torchinstruments.statistics.histograms import HistogramReducer
 from torchinstruments.statistics.reducers import Reducer
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from torch.utils.hooks import RemovableHandle
 
 __all__ = ["RootProbe"]
-
-
-@dataclass(slots=True)
-class _RootCall:
-    """A root forward that is running.
-
-    Attributes:
-        grad_sync: As latched at its start.
-        handled: The exception that was being handled when it began.
-        depth: Calls of the root that are on the stack, this one included.
-        sampled: Measures it, where it was chosen.
-    """
-
-    grad_sync: GradSync
-    handled: BaseException | None
-    depth: int = 1
-    sampled: SampledForward | None = None
 
 
 class RootProbe:
@@ -78,7 +63,12 @@ class RootProbe:
         faults: Takes errors.
         scale: Knows the loss scale.
         companions: Attached and detached with it.
-        selector_errors: Name of a layer and exception, for each call of the selector that raised.
+        selector_errors: Name of a layer and exception, for each call of a selector that raised.
+        histograms: Taken of the layers in focus.
+        focus: What `select_focus` returned.
+        selector: Asked again where modules of the model were replaced; None only reports that.
+        capture_direct_forwards: Whether ``module.forward(x)`` of the model and of selected layers is observed
+            like ``module(x)``.
     """
 
     def __init__(
@@ -94,6 +84,10 @@ class RootProbe:
         scale: ScaleSource | None = None,
         companions: Sequence[Companion] = (),
         selector_errors: Sequence[tuple[str, BaseException]] = (),
+        histograms: Sequence[HistogramReducer] = (),
+        focus: frozenset[int] = frozenset(),
+        selector: Selector | None = None,
+        capture_direct_forwards: bool = False,
     ) -> None:
         self.session = session
         self.faults = faults
@@ -103,23 +97,27 @@ class RootProbe:
         self.owner: object = None
         """Kept alive as long as the model's hooks hold this probe."""
         self._model = weakref.ref(model)
-        self._layers = tuple(layers)
-        self._root_layer = next((layer for layer in self._layers if layer.is_root), None)
+        self._layers = ObservedLayers(model, layers, selector, faults)
+        self._root_layer = self._layers.root
         self._sampler = sampler
         self._clock = clock
         self._companions = tuple(companions)
         self._selector_errors = tuple(selector_errors)
-        self._catalog = Catalog(self._layers)
         self._tracker = GradientTracker(
-            reducers=reducers,
+            recipe=Recipe(tuple(reducers), tuple(histograms), focus),
             faults=faults,
             scale=scale,
             deliver=self._deliver,
             backward_ended=self._backward_ended,
         )
+        self._captures_direct_forwards = capture_direct_forwards
+        self._override: ForwardOverride | None = None
+        self._replicated: frozenset[int] | None = replicated(model) if capture_direct_forwards else None
+        self._bypass = Bypass(model, captures_direct_forwards=capture_direct_forwards)
         self._handles: list[RemovableHandle] = []
         self._finalizer: weakref.finalize[..., RootProbe] | None = None
-        self._calls: dict[int, _RootCall] = {}
+        self._calls = RunningCalls(self._give_up)
+        self._traced: Counter[str] = Counter()
         self._ordinals = itertools.count()
         self._lock = threading.Lock()
         self._num_paused = 0
@@ -150,17 +148,21 @@ class RootProbe:
             # First of the pre-hooks and last of the hooks: what the model returns is what is measured.
             self._handles.append(model.register_forward_pre_hook(RootPreHook(self), prepend=True))
             self._handles.append(model.register_forward_hook(RootPostHook(self), always_call=True))
+            if self._captures_direct_forwards:
+                self._override = ForwardOverride(model, DirectRoot(self))
+                self._override.install(clean_copies=True)
             for companion in self._companions:
                 companion.attach()
         except BaseException:
             self.detach()
             raise
         # Companions hook into the whole process, so they have to go when the model does.
-        self._finalizer = weakref.finalize(self, _detach_all, self._companions)
+        self._finalizer = weakref.finalize(self, _detach_all, self._companions, self._bypass)
         self._finalizer.atexit = False
         self._is_armed = True
         self.tell_catalog()
         self._report_what_is_out_of_reach(model)
+        self._bypass.arm(inside_compiled(model))
 
     def detach(self) -> None:
         """Takes every hook out of the model; gradients that are on their way are dropped. Idempotent."""
@@ -168,10 +170,13 @@ class RootProbe:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._override is not None:
+            self._override.remove()
+            self._override = None
         if self._finalizer is not None:
             self._finalizer.detach()
-        _detach_all(self._companions)
-        self._drop_calls()
+        _detach_all(self._companions, self._bypass)
+        self._calls.drop()
         self._tracker.close()
 
     def finish(self) -> None:
@@ -181,11 +186,12 @@ class RootProbe:
         self._is_finished = True
         self.detach()
         if self._has_begun:
-            self.session.put_attempts(self._clock.close(time.perf_counter()))
+            self._put_attempts(self._clock.close(time.perf_counter()))
             if self._clock.num_dropped_steps:
                 dropped = f"{self._clock.num_dropped_steps} steps in one attempt were more than are kept"
                 self.faults.report("optimizer", "", OverflowError(dropped))
             self.tell_catalog()
+        self._tell_what_was_not_seen()
 
     def disarm(self) -> None:
         """Makes it do nothing for ever (in a forked child, before anything else runs there)."""
@@ -194,17 +200,19 @@ class RootProbe:
         self._counts.disarm()
         self._is_armed = False
         self._is_finished = True
-        self._drop_calls()
+        self._bypass.muted = True
+        self._calls.drop()
         self._tracker.close()
 
     def pause(self, change: int) -> None:
         """Counts how many pauses are on: +1 or -1 (training thread). None measures while there is one."""
         with self._lock:
             self._num_paused += change
+            self._bypass.muted = self._num_paused > 0 or self._is_finished
 
     def tell_catalog(self) -> None:
         """Leaves the catalog with the session (training thread)."""
-        self.session.put_modules(self._catalog.records())
+        self.session.put_modules(self._layers.catalog.records())
 
     def raise_pending(self) -> None:
         """Raises the first error that was not raised yet, with ``error_policy="raise"`` (training thread)."""
@@ -219,15 +227,17 @@ class RootProbe:
         Raises:
             Exception: With ``error_policy="raise"``, the first error of collection since the last time.
         """
-        if not self._is_armed or is_in_backward() or is_traced():
+        if not self._is_armed or is_in_backward():
             return
-        thread = threading.get_ident()
-        call = self._calls.get(thread)
+        if traced := tracing():
+            self._traced[traced] += 1
+            return
+        call = self._calls.current()
         if call is not None:
-            if _num_calls_on_stack(module) > 1:
+            if num_calls(module) > 1:
                 call.depth += 1
                 return
-            self._abandon(thread)
+            self._calls.abandon()
         self.raise_pending()
         try:
             self._start(module)
@@ -238,18 +248,16 @@ class RootProbe:
         """Takes the end of a call, by an exception too; it never raises (training thread, hot path)."""
         if not self._is_armed or is_in_backward():
             return
-        thread = threading.get_ident()
-        call = self._calls.get(thread)
+        call = self._calls.current()
         if call is None:
             return
         try:
-            handled = sys.exception()
-            failed = handled is not None and handled is not call.handled
+            failed = call.has_failed()
             if call.sampled is not None and self._root_layer is not None and not failed:
                 call.sampled.observe(self._root_layer, output)
             call.depth -= 1
             if call.depth == 0:
-                del self._calls[thread]
+                self._calls.end()
                 self._end(call, failed=failed)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self.faults.report("forward", "", error)
@@ -261,6 +269,7 @@ class RootProbe:
                 self.detach()
                 return
             self._has_begun = True
+        self._bypass.disarm()
         started_s = time.perf_counter()
         started_us = time.time_ns() // 1000
         self._tracker.root_started()
@@ -272,9 +281,9 @@ class RootProbe:
                 grad_enabled=grad_enabled, now_s=started_s, now_us=started_us
             )
         if started.closed:
-            self.session.put_attempts(started.closed)
-        call = _RootCall(read_grad_sync(module, grad_enabled, self.session.world_size), sys.exception())
-        self._calls[threading.get_ident()] = call
+            self._put_attempts(started.closed)
+        call = RootCall(read_grad_sync(module, grad_enabled, self.session.world_size), sys.exception())
+        self._calls.begin(call)
         if self._num_paused == 0 and self._is_chosen(started.position):
             self._sample(call, module, started.position, started_us)
 
@@ -295,15 +304,17 @@ class RootProbe:
             self.faults.report("sampler", "", error)
             return False
 
-    def _sample(self, call: _RootCall, module: nn.Module, position: Position, started_us: int) -> None:
+    def _sample(self, call: RootCall, module: nn.Module, position: Position, started_us: int) -> None:
         """Begins to measure a root forward."""
-        self._abandon_dead_threads()
+        self._calls.abandon_dead_threads()
         ordinal = next(self._ordinals)
+        self._refresh()
+        layers = self._layers.current
         if is_capturing_graph():
-            self._miss(SampleFacts(ordinal, position, started_us, call.grad_sync, len(self._layers), 0))
+            self._miss(SampleFacts(ordinal, position, started_us, call.grad_sync, len(layers), 0))
             return
         sampled = SampledForward(
-            layers=self._layers,
+            layers=layers,
             tracker=self._tracker,
             faults=self.faults,
             ordinal=ordinal,
@@ -312,14 +323,32 @@ class RootProbe:
             grad_sync=call.grad_sync,
         )
         call.sampled = sampled
-        sampled.attach(inside_compiled(module))
+        if self._root_layer is not None:
+            # Behind the hooks of tools that came later.
+            hooks, own = module._forward_hooks, self._handles[1].id  # noqa: SLF001 - has no public order
+            hooks[own] = hooks.pop(own)
+        call.compiled = inside_compiled(module)
+        sampled.attach(call.compiled, self._replicated)
 
-    def _end(self, call: _RootCall, *, failed: bool) -> None:
+    def _refresh(self) -> None:
+        """Takes the model's modules as they are now (training thread, hot path)."""
+        # What was called may be a replica of the model.
+        model = self._model()
+        if model is not None and self._layers.refresh(model):
+            self._root_layer = self._layers.root
+            self._bypass.look_again()
+            if self._captures_direct_forwards:
+                self._replicated = replicated(model)
+            self.tell_catalog()
+
+    def _end(self, call: RootCall, *, failed: bool) -> None:
         """Takes the end of the outermost call."""
         with self._lock:
             self._clock.forward_ended(time.perf_counter(), call.grad_sync)
         if call.sampled is not None:
             self._end_sample(call.sampled, failed=failed)
+            if self._is_armed:
+                self._bypass.arm(call.compiled)
 
     def _end_sample(self, sampled: SampledForward, *, failed: bool) -> None:
         """Hands over what a sampled forward brought."""
@@ -331,7 +360,7 @@ class RootProbe:
         self._deliver(delivery)
         if gradients is not None:
             gradients.forward_ended(delivery.facts)
-        if self._catalog.fired(sampled.order, time.monotonic()):
+        if self._layers.catalog.fired(sampled.order, time.monotonic()):
             self.tell_catalog()
 
     def _miss(self, facts: SampleFacts) -> None:
@@ -361,56 +390,41 @@ class RootProbe:
         with self._lock:
             self._clock.backward_ended(time.perf_counter())
 
-    def _abandon(self, thread: int) -> None:
-        """Ends a call that was left by an exception which runs no hooks, KeyboardInterrupt above all."""
-        call = self._calls.pop(thread, None)
-        if call is not None and call.sampled is not None:
-            self._end_sample(call.sampled, failed=True)
+    def _give_up(self, sampled: SampledForward) -> None:
+        """Ends the sample of a call that never said that it is over."""
+        self._end_sample(sampled, failed=True)
 
-    def _abandon_dead_threads(self) -> None:
-        """Ends calls of threads that are gone."""
-        if len(self._calls) > 1:
-            alive = sys._current_frames()  # noqa: SLF001 - the ids of all threads that run Python
-            for thread in list(self._calls):
-                if thread not in alive:
-                    self._abandon(thread)
-
-    def _drop_calls(self) -> None:
-        """Takes the hooks of running forwards out of the model and drops what they measured."""
-        calls = list(self._calls.values())
-        self._calls.clear()
-        for call in calls:
-            if call.sampled is not None:
-                call.sampled.detach()
+    def _put_attempts(self, records: Sequence[AttemptRecord]) -> None:
+        """Leaves the attempts of a window that closed with the session (training thread, hot path)."""
+        self._bypass.attempts_closed(records)
+        self.session.put_attempts(records)
 
     def _report_what_is_out_of_reach(self, model: nn.Module) -> None:
         """Reports what cannot be observed of a model that was just attached."""
         for layer, error in self._selector_errors:
             self.faults.report("selector", layer, error)
-        for layer in self._layers:
-            if not layer.takes_hooks:
-                self.faults.report(
-                    "selector", layer.name, TypeError("a scripted module takes no forward hooks")
-                )
-        if is_compiled_in_place(model):
-            self.faults.warn(
-                "the model was compiled in place with Module.compile(), so that its forward cannot be seen; "
-                "attach to torch.compile(model) instead, or compile its parts"
+        self._layers.report_out_of_reach(model)
+        if self._replicated:
+            self.faults.notice(
+                "forward",
+                "",
+                "torch.nn.DataParallel copies the model for several devices; there direct forwards of its "
+                "parts are not captured",
             )
 
+    def _tell_what_was_not_seen(self) -> None:
+        """Tells of calls that are not in any count of forwards (training thread, at the end)."""
+        for kind, number in self._traced.items():
+            forwards = "forward" if number == 1 else "forwards"
+            sentence = f"{number} {forwards} under {kind} {'was' if number == 1 else 'were'} not observed"
+            self.faults.notice("tracing", "", sentence, is_worth_a_warning=False)
+        sentence = self._bypass.sentence()
+        if sentence:
+            self.faults.notice("bypassed", "", sentence)
 
-def _detach_all(companions: Sequence[Companion]) -> None:
+
+def _detach_all(companions: Sequence[Companion], bypass: Bypass) -> None:
     """Detaches what was attached with a probe."""
+    bypass.disarm()
     for companion in companions:
         companion.detach()
-
-
-def _num_calls_on_stack(module: nn.Module) -> int:
-    """Returns how many calls of a module the current thread is in, the one that asks included."""
-    code = nn.Module._call_impl.__code__  # noqa: SLF001 - every call of a module that has hooks runs it
-    num_calls = 0
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - nothing else tells
-    while frame is not None:
-        num_calls += frame.f_code is code and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return num_calls

@@ -29,7 +29,8 @@ from torchinstruments.records import ModuleRecord
 __all__ = ["Layer", "Selector", "inside_compiled", "leaf_modules", "select_layers"]
 
 Selector: TypeAlias = Callable[[str, nn.Module], bool]
-"""Says of a name and a module whether it is observed; called once a module at attach."""
+"""Says of a name and a module whether it is observed; called once a module at attach, and again where the
+model's modules were replaced."""
 
 MAX_VISITS = 200_000
 """Places of a model that are looked at; more come only from modules shared in many ways."""
@@ -60,6 +61,11 @@ class Layer:
     is_root: bool = False
     is_compiled: bool = False
     takes_hooks: bool = True
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether parameters of its own still wait for their first input to know their shapes."""
+        return any(is_lazy(parameter) for parameter in self.module.parameters(recurse=False))
 
     def record(self, *, execution_order: int | None = None, fired: int = 0) -> ModuleRecord:
         """Returns the layer's row of the catalog."""

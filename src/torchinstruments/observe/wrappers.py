@@ -13,6 +13,8 @@ import sys
 import torch
 from torch import nn
 
+from torchinstruments.observe.bypass import CallSentry
+
 __all__ = ["core_of", "is_compiled_in_place", "is_compiled_wrapper", "wrapped_child"]
 
 _WRAPPERS = (
@@ -62,6 +64,9 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
 
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Returns whether ``module.compile()`` was called: its own hooks are part of the compiled code."""
-    return getattr(module, "_compiled_call_impl", None) is not None and not isinstance(
-        module, torch.jit.ScriptModule
+    call = getattr(module, "_compiled_call_impl", None)
+    return (
+        call is not None
+        and not isinstance(call, CallSentry)
+        and not isinstance(module, torch.jit.ScriptModule)
     )

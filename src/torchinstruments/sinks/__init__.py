@@ -1,1 +1,1 @@
-"""Who consumes a sample: the delivery thread and the directory."""
+"""Who consumes a sample: the writer thread, the run's folder, and the sinks that users add to it."""

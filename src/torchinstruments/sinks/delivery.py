@@ -20,9 +20,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from torchinstruments.records import AttemptRecord, DeferredSample, ErrorRecord, ModuleRecord, RunRecord
+from torchinstruments.records import (
+    AttemptRecord,
+    Claim,
+    DeferredSample,
+    ErrorRecord,
+    Identity,
+    ModuleRecord,
+    RunRecord,
+)
 from torchinstruments.sinks.outbox import Attempts, BoundedOutbox, Dropped, Item, Modules, describe
-from torchinstruments.sinks.sink import Sink, TelemetrySink
+from torchinstruments.sinks.sink import RankAware, Sink, TelemetrySink
 
 __all__ = ["EXIT_TIMEOUT_S", "THREAD_NAME", "Delivery"]
 
@@ -70,6 +78,7 @@ class Delivery:
         self._sinks: list[Sink] = []
         self._keepers: list[TelemetrySink] = []
         self._modules: tuple[ModuleRecord, ...] = ()
+        self._place: tuple[Identity, Claim] | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
         self._everything_arrived = False
@@ -113,16 +122,26 @@ class Delivery:
         """Processor seconds of the writer thread so far (any thread)."""
         return self._writer_s
 
-    def start(self, run: RunRecord, sinks: Sequence[Sink]) -> None:
+    def start(
+        self,
+        run: RunRecord,
+        sinks: Sequence[Sink],
+        *,
+        identity: Identity | None = None,
+        claim: Claim | None = None,
+    ) -> None:
         """Starts the writer thread, once it is known which run this is; a second call does nothing.
 
         Args:
             run: The run that sinks are told of.
             sinks: In the order in which they take samples.
+            identity: Who this process is, for the sinks that are `RankAware`.
+            claim: What the ranks agreed on, for the same ones.
         """
         if self._thread is not None or self._takes_nothing():
             return
         self._sinks = list(sinks)
+        self._place = None if identity is None or claim is None else (identity, claim)
         self._thread = threading.Thread(target=self._work, args=(run,), name=THREAD_NAME, daemon=True)
         self._thread.start()
 
@@ -201,8 +220,17 @@ class Delivery:
     def _initialize(self, run: RunRecord) -> None:
         """Tells the sinks of the run; one that could not even begin is left out from here on."""
         self._keepers = [sink for sink in self._sinks if isinstance(sink, TelemetrySink)]
-        self._sinks = [sink for sink in self._sinks if self._call(sink, sink.initialize, run, self._modules)]
+        self._sinks = [sink for sink in self._sinks if self._begin(sink, run)]
         self._keepers = [sink for sink in self._sinks if isinstance(sink, TelemetrySink)]
+
+    def _begin(self, sink: Sink, run: RunRecord) -> bool:
+        if (
+            self._place is not None
+            and isinstance(sink, RankAware)
+            and not self._call(sink, sink.place, *self._place)
+        ):
+            return False
+        return self._call(sink, sink.initialize, run, self._modules)
 
     def _next_request(self) -> "_Flush | _Close | None":
         try:

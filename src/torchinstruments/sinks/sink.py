@@ -3,9 +3,17 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from torchinstruments.records import AttemptRecord, ErrorRecord, ModuleRecord, RunRecord, Sample
+from torchinstruments.records import (
+    AttemptRecord,
+    Claim,
+    ErrorRecord,
+    Identity,
+    ModuleRecord,
+    RunRecord,
+    Sample,
+)
 
-__all__ = ["Sink", "TelemetrySink"]
+__all__ = ["RankAware", "Sink", "TelemetrySink"]
 
 
 class Sink(Protocol):
@@ -24,6 +32,21 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Called once, after the last sample (writer thread)."""
+        ...
+
+
+@runtime_checkable
+class RankAware(Protocol):
+    """What a sink has beside `Sink` where it wants to know which rank of which run it serves."""
+
+    def place(self, identity: Identity, claim: Claim) -> None:
+        """Called once, before `Sink.initialize` (writer thread).
+
+        Args:
+            identity: Who this process is among the ranks.
+            claim: What the ranks agreed on. The id of a sample is `Claim.first_sample_id` plus
+                `Sample.ordinal`.
+        """
         ...
 
 

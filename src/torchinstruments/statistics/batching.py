@@ -1,28 +1,51 @@
-"""All scalars of one delivery of a sample, from hooks on the training thread to numbers on the writer's.
+"""All scalars and histograms of one delivery of a sample, from hooks on the training thread to the writer's.
 
-Each tensor is reduced when it is added, for later operations may change it in place. Values that are on the
-host at once are kept as Python floats. What is on a device stays there; `ScalarBatch.seal` sends everything
-of one device in one asynchronous copy, and reading waits for it, on the writer thread.
+Each tensor is reduced, or copied, when it is added, for later operations may change it in place. One look at
+it serves every reducer that follows from facts, and its histograms. Small CPU tensors are copied and looked
+at together (`SmallTensors`), at the latest by `ScalarBatch.seal`. What is on a device stays there; `seal`
+sends everything of one device in one asynchronous copy, and reading waits for it, on the writer thread.
 
 Reducers are isolated from each other: one that raises, or returns what is no scalar, costs its own values and
 says so in their place.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import SupportsFloat, TypeAlias
+from dataclasses import dataclass, field
 
 import torch
 
 from torchinstruments.records import Absent, Reason
+from torchinstruments.statistics.bins import BinRule
 from torchinstruments.statistics.contract import Reducer, as_packed, known_metrics, reducer_name
-from torchinstruments.statistics.device import accumulation_dtype
+from torchinstruments.statistics.device import accumulation_dtype, pack_facts
+from torchinstruments.statistics.held import (
+    Derived,
+    Held,
+    Look,
+    Seen,
+    SeenOnDevice,
+    Waiting,
+    finished,
+    lone_number,
+    number_of,
+    reducer_error,
+)
+from torchinstruments.statistics.histograms import (
+    HistogramReducer,
+    MeasuredHistogram,
+    absent_histogram,
+    measured_histogram,
+)
+from torchinstruments.statistics.host import measure_on_host
+from torchinstruments.statistics.measuring import MAX_SCRATCH_BYTES, FactsReducer
+from torchinstruments.statistics.packing import SmallTensors
 from torchinstruments.statistics.transfer import DeviceNumbers
 
 __all__ = ["MeasuredScalars", "ScalarBatch"]
 
 _PROBE = "reducer"
+_SCALAR = "a scalar"
+_LOST = Absent(Reason.REDUCER_ERROR.with_detail("its packed result does not hold it"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,59 +63,82 @@ class MeasuredScalars:
     reasons: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """Numbers on their way from a device; the metrics of one packed result share one of these."""
+@dataclass(slots=True)
+class _Tensor:
+    """What a batch holds of one tensor.
 
-    numbers: DeviceNumbers
-    where: slice
-    finish: Callable[[Sequence[float]], Mapping[str, float | Absent]] | None = None
+    Attributes:
+        held: Values, or what they will come from, by metric.
+        histograms: Those that are there, and the place of each of the others in the look, in one order.
+        look: The look at the tensor, where one was taken.
+    """
 
-
-_Held: TypeAlias = float | Absent | _Waiting
+    held: dict[str, Held]
+    histograms: list[MeasuredHistogram | tuple[str, int]] = field(default_factory=list)
+    look: Look | None = None
 
 
 class ScalarBatch:
-    """Scalars of many tensors.
+    """Scalars and histograms of many tensors.
 
     Args:
         reducers: What is computed of each tensor.
-        on_error: Called with ``"reducer"`` and the exception once for each failure. It must not raise.
+        on_error: Called with ``"reducer"`` or ``"histogram"`` and the exception once for each failure. It
+            must not raise.
+        histograms: What `add` takes where it is told to.
     """
 
-    def __init__(self, reducers: Sequence[Reducer], on_error: Callable[[str, BaseException], None]) -> None:
+    def __init__(
+        self,
+        reducers: Sequence[Reducer],
+        on_error: Callable[[str, BaseException], None],
+        histograms: Sequence[HistogramReducer] = (),
+    ) -> None:
         self._reducers = tuple(reducers)
         self._on_error = on_error
-        self._tensors: list[dict[str, _Held]] = []
-        self._scalars: list[_Held] = []
+        self._histograms = tuple(histograms)
+        self._tensors: list[_Tensor] = []
+        self._scalars: list[Held] = []
         self._devices: dict[torch.device, DeviceNumbers] = {}
+        self._small = SmallTensors()
         self._num_scalars = 0
+        looking = [reducer for reducer in self._reducers if isinstance(reducer, FactsReducer)]
+        self._looks = bool(looking)
+        self._is_ordered = any(reducer.is_ordered for reducer in looking)
+        self._max_scratch_bytes = min(
+            (reducer.max_scratch_bytes for reducer in looking), default=MAX_SCRATCH_BYTES
+        )
 
     @property
     def num_scalars(self) -> int:
         """Scalars that it holds, absent ones included (training thread, hot path)."""
         return self._num_scalars
 
-    def add(self, tensor: torch.Tensor) -> int:
+    def add(self, tensor: torch.Tensor, *, histograms: bool | Sequence[HistogramReducer] = False) -> int:
         """Reduces a tensor and returns the index to read it by (training thread, hot path).
 
         Call it inside `isolated`. It never raises and keeps no reference to the tensor.
 
         Args:
             tensor: Detached, plain and measurable, as `admit` returns it.
+            histograms: Which histograms to take: all of the batch, none, or these.
         """
-        held: dict[str, _Held] = {}
+        taken = _Tensor({})
+        wanted = (self._histograms if histograms is True else histograms) or ()
+        failure = self._take_look(tensor, taken, wanted) if self._looks or wanted else None
         for reducer in self._reducers:
+            if isinstance(reducer, FactsReducer):
+                self._derive(reducer, taken, failure)
+                continue
             try:
                 results = self._reduce(reducer, tensor)
             except Exception as error:  # noqa: BLE001 - a user's reducer may raise anything
-                for metric in known_metrics(reducer) or (reducer_name(reducer),):
-                    held[_free_name(reducer, metric, held)] = _reducer_error(error)
+                self._fail(reducer, error, taken.held)
                 self._on_error(_PROBE, error)
             else:
-                self._keep(reducer, results, held)
-        self._tensors.append(held)
-        self._num_scalars += len(held)
+                self._keep(reducer, results, taken.held)
+        self._tensors.append(taken)
+        self._num_scalars += len(taken.held)
         return len(self._tensors) - 1
 
     def add_scalar(self, tensor: torch.Tensor) -> int:
@@ -103,37 +149,72 @@ class ScalarBatch:
         Args:
             tensor: One element, on any device. It may change afterwards.
         """
-        held: _Held
+        held: Held
         try:
-            held = self._hold("a scalar", tensor.detach().clone())
+            held = self._hold(_SCALAR, tensor.detach().clone())
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
-            held = _reducer_error(error)
+            held = reducer_error(error)
             self._on_error(_PROBE, error)
         self._scalars.append(held)
         self._num_scalars += 1
         return len(self._scalars) - 1
 
     def seal(self) -> None:
-        """Starts one copy to the host for each device (training thread, hot path).
+        """Measures small tensors and starts one copy to the host for each device (training thread, hot path).
 
         Nothing is added afterwards. Call it inside `isolated`. It never raises.
         """
-        for numbers in self._devices.values():
+        for finish in (self._small.measure, *(numbers.send for numbers in self._devices.values())):
             try:
-                numbers.send()
+                finish()
             except Exception as error:  # noqa: BLE001 - out of memory, or a device that failed before
                 self._on_error(_PROBE, error)
 
     def read(self, index: int) -> MeasuredScalars:
         """Waits for the copy and returns the scalars of one tensor (writer thread, after `seal`)."""
-        held = self._tensors[index]
-        finished: dict[int, Mapping[str, float | Absent]] = {}
-        values = [_resolved(metric, value, finished) for metric, value in held.items()]
-        return MeasuredScalars(
-            metrics=tuple(held),
-            values=tuple(None if isinstance(value, Absent) else value for value in values),
-            reasons=tuple(value.reason if isinstance(value, Absent) else "" for value in values),
-        )
+        held = self._tensors[index].held
+        values: list[float | None] = []
+        reasons: list[str] = []
+        source: Held = 0.0
+        found: Mapping[str, float | Absent] | Absent = {}
+        for metric, one in held.items():
+            if isinstance(one, (Waiting, Derived)):
+                # Metrics that share what they come from lie side by side: it is finished once for all.
+                if one is not source:
+                    source, found = one, finished(one)
+                value = found if isinstance(found, Absent) else found.get(metric, _LOST)
+            else:
+                value = one
+            is_absent = isinstance(value, Absent)
+            values.append(None if is_absent else value)
+            reasons.append(value.reason if is_absent else "")
+        return MeasuredScalars(tuple(held), tuple(values), tuple(reasons))
+
+    def read_histograms(self, index: int) -> tuple[MeasuredHistogram, ...]:
+        """Waits for the copy and returns the histograms that were taken of one tensor.
+
+        It is called on the writer thread, after `seal`. They are in the order in which they were asked for;
+        one that could not be had says why.
+        """
+        tensor = self._tensors[index]
+        if not tensor.histograms:
+            return ()
+        measured, failure = None, Absent("")
+        try:
+            measured = None if tensor.look is None else tensor.look.measured()
+        except Exception as error:  # noqa: BLE001 - the device failed: the reason goes where the counts would be
+            failure = reducer_error(error)
+        histograms = []
+        for one in tensor.histograms:
+            if isinstance(one, MeasuredHistogram):
+                histograms.append(one)
+            elif measured is None:
+                histograms.append(absent_histogram(one[0], failure.reason))
+            else:
+                name, place = one
+                binned = measured.binned[place] if measured.binned else None
+                histograms.append(measured_histogram(name, measured.facts, binned))
+        return tuple(histograms)
 
     def read_scalar(self, index: int) -> float | None:
         """Waits for the copy and returns one number (writer thread, after `seal`).
@@ -141,8 +222,85 @@ class ScalarBatch:
         Returns:
             The number, or None where it is not finite or could not be had.
         """
-        value = _resolved("", self._scalars[index], {})
+        value = self._scalars[index]
+        if isinstance(value, (Waiting, Derived)):
+            found = finished(value)
+            value = found if isinstance(found, Absent) else found.get(_SCALAR, _LOST)
         return None if isinstance(value, Absent) else value
+
+    def _take_look(
+        self, tensor: torch.Tensor, taken: _Tensor, wanted: Sequence[HistogramReducer]
+    ) -> Exception | None:
+        """Looks at a tensor once for all that follows from facts; returns what prevented it."""
+        rules: list[BinRule] = []
+        for one in wanted:
+            if type(one).__call__ is not HistogramReducer.__call__:
+                taken.histograms.append(self._own_histogram(one, tensor))
+            else:
+                taken.histograms.append((one.name, len(rules)))
+                rules.append(one.rule)
+        if not self._looks and not rules:
+            return None
+        try:
+            taken.look = self._look(tensor, rules)
+        except Exception as error:  # noqa: BLE001 - out of memory, most likely
+            reason = reducer_error(error).reason
+            taken.histograms = [
+                one if isinstance(one, MeasuredHistogram) else absent_histogram(one[0], reason)
+                for one in taken.histograms
+            ]
+            self._on_error(_PROBE, error)
+            return error
+        return None
+
+    def _look(self, tensor: torch.Tensor, rules: Sequence[BinRule]) -> Look:
+        """Takes the cheapest look that a tensor allows."""
+        if tensor.device.type == "cpu":
+            place = self._small.add(tensor, rules)
+            if place is not None:
+                return place
+            return Seen(
+                measure_on_host(
+                    tensor,
+                    is_ordered=self._is_ordered,
+                    rules=rules,
+                    max_scratch_bytes=self._max_scratch_bytes,
+                )
+            )
+        packed = pack_facts(
+            tensor, is_ordered=self._is_ordered, rules=rules, max_scratch_bytes=self._max_scratch_bytes
+        )
+        numbers = self._numbers_of(packed.scalars.device)
+        return SeenOnDevice(numbers, numbers.add(packed.scalars), packed.finish)
+
+    def _own_histogram(self, one: HistogramReducer, tensor: torch.Tensor) -> MeasuredHistogram:
+        """Calls a histogram that computes itself."""
+        try:
+            measured: object = one(tensor)
+        except Exception as raised:  # noqa: BLE001 - a user's code may raise anything
+            error = raised
+        else:
+            if isinstance(measured, MeasuredHistogram):
+                return measured
+            error = TypeError(f"it returned {type(measured).__name__}, not a MeasuredHistogram")
+        self._on_error("histogram", error)
+        return absent_histogram(one.name, reducer_error(error).reason)
+
+    def _derive(self, reducer: FactsReducer, taken: _Tensor, failure: Exception | None) -> None:
+        """Adds the metrics of a reducer whose values follow from the look."""
+        if failure is not None or taken.look is None:
+            self._fail(reducer, failure or RuntimeError("the tensor was not looked at"), taken.held)
+            return
+        derived = Derived(reducer, taken.look)
+        if taken.held:
+            self._keep(reducer, dict.fromkeys(reducer.metrics, derived), taken.held)
+        else:
+            taken.held = dict.fromkeys(reducer.metrics, derived)
+
+    def _fail(self, reducer: Reducer, error: Exception, held: dict[str, Held]) -> None:
+        """Puts an exception in the place of all values of a reducer."""
+        for metric in known_metrics(reducer) or (reducer_name(reducer),):
+            held[_free_name(reducer, metric, held)] = reducer_error(error)
 
     def _reduce(self, reducer: Reducer, tensor: torch.Tensor) -> Mapping[str, object]:
         """Calls one reducer.
@@ -155,7 +313,7 @@ class ScalarBatch:
         if tensor.device.type != "cpu" and as_packed(reducer):
             packed = reducer.pack(tensor)
             numbers = self._numbers_of(packed.scalars.device)
-            waiting = _Waiting(numbers, numbers.add(packed.scalars), packed.finish)
+            waiting = Waiting(numbers, numbers.add(packed.scalars), packed.finish)
             results = dict.fromkeys(reducer.metrics, waiting)
         else:
             results = reducer(tensor)
@@ -168,7 +326,7 @@ class ScalarBatch:
                 raise TypeError(f"its metric name {metric!r} is not a text of at least one character")
         return results
 
-    def _keep(self, reducer: Reducer, results: Mapping[str, object], held: dict[str, _Held]) -> None:
+    def _keep(self, reducer: Reducer, results: Mapping[str, object], held: dict[str, Held]) -> None:
         """Adds what a reducer returned, and what it declared and did not return."""
         for metric, result in results.items():
             if metric in held:
@@ -177,34 +335,34 @@ class ScalarBatch:
             try:
                 held[metric] = self._hold(metric, result)
             except Exception as error:  # noqa: BLE001 - one value may not cost the others
-                held[metric] = _reducer_error(error)
+                held[metric] = reducer_error(error)
                 self._on_error(_PROBE, error)
         for metric in known_metrics(reducer):
             if metric not in results:
                 self._refuse(reducer, metric, f"it did not return its metric {metric!r}", held)
 
-    def _refuse(self, reducer: Reducer, metric: str, problem: str, held: dict[str, _Held]) -> None:
+    def _refuse(self, reducer: Reducer, metric: str, problem: str, held: dict[str, Held]) -> None:
         """Puts a problem with a reducer's result in the place of a value."""
         held[_free_name(reducer, metric, held)] = Absent(Reason.REDUCER_ERROR.with_detail(problem))
         self._on_error(_PROBE, ValueError(f"{reducer_name(reducer)}: {problem}"))
 
-    def _hold(self, metric: str, result: object) -> _Held:
+    def _hold(self, metric: str, result: object) -> Held:
         """Returns a value as a float, as what is on its way, or as absent.
 
         Raises:
             TypeError: It is not a real scalar.
         """
-        if isinstance(result, (Absent, _Waiting)):
+        if isinstance(result, (Absent, Waiting, Derived)):
             return result
         if not isinstance(result, torch.Tensor):
-            return _number(metric, result)
+            return number_of(metric, result)
         if result.numel() != 1 or result.is_complex():
             kind = f"a {str(result.dtype).removeprefix('torch.')} tensor of shape {tuple(result.shape)}"
             raise TypeError(f"{metric} is {kind}, not a real scalar; return one number for each name")
         if result.device.type == "cpu":
-            return _number(metric, result.item())
+            return number_of(metric, result.item())
         numbers = self._numbers_of(result.device)
-        return _Waiting(numbers, numbers.add(result))
+        return Waiting(numbers, numbers.add(result), lone_number(metric))
 
     def _numbers_of(self, device: torch.device) -> DeviceNumbers:
         """Returns what collects the numbers of a device."""
@@ -214,45 +372,7 @@ class ScalarBatch:
         return numbers
 
 
-def _number(metric: str, result: object) -> float | Absent:
-    """Returns a host number as a finite float, or why it is none.
-
-    Raises:
-        TypeError: It is not a real number.
-    """
-    # A runtime check against SupportsFloat costs more than all the rest: it comes last.
-    if not isinstance(result, (float, int)) and (
-        isinstance(result, (str, bytes, complex)) or not isinstance(result, SupportsFloat)
-    ):
-        raise TypeError(f"{metric} is of type {type(result).__name__}, not a real scalar")
-    try:
-        number = float(result)
-    except OverflowError:
-        return Absent(Reason.OVERFLOW.value)
-    return number if math.isfinite(number) else Absent(Reason.NONFINITE_RESULT.value)
-
-
-def _resolved(metric: str, held: _Held, finished: dict[int, Mapping[str, float | Absent]]) -> float | Absent:
-    """Returns a value once its numbers have come; a packed result is finished once for all its metrics."""
-    if not isinstance(held, _Waiting):
-        return held
-    try:
-        numbers = held.numbers.read(held.where)
-        if held.finish is None:
-            return _number(metric, numbers[0])
-        if id(held) not in finished:
-            finished[id(held)] = held.finish(numbers)
-        return finished[id(held)][metric]
-    except Exception as error:  # noqa: BLE001 - the device failed: the reason goes where the value would be
-        return _reducer_error(error)
-
-
-def _reducer_error(error: Exception) -> Absent:
-    """Returns the reason that an exception is."""
-    return Absent(Reason.REDUCER_ERROR.with_detail(f"{type(error).__name__}: {error}"))
-
-
-def _free_name(reducer: Reducer, metric: str, held: Mapping[str, _Held]) -> str:
+def _free_name(reducer: Reducer, metric: str, held: Mapping[str, Held]) -> str:
     """Returns the metric's name, or one made of it where that is taken: a name stands once for a tensor."""
     candidate, number = metric, 1
     while candidate in held:

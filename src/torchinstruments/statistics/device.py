@@ -1,36 +1,59 @@
-"""The facts of a tensor on an accelerator, as one packed tensor that is still there.
+"""The facts of a tensor on an accelerator, and its histograms, as one packed tensor that is still there.
 
 Everything here is queued on the device: no host read, no shape that depends on data, no copy from the host,
 no operation that does one of these inside (``histc``, ``bincount``, ``quantile``, ``kthvalue``, boolean
 indexing). It is written without Python indexing and ``~``, so that it also runs on fake tensors of a device
 that the installed torch was not built for.
 
-Order statistics come from a sort where its scratch fits. Larger tensors go through `radix_select`, whose
-scratch is bounded, so that the result is exact at any size.
+Order statistics come from a sort where its scratch fits, and the bins of a histogram from the same sort.
+Larger tensors go through `radix_select`, whose scratch is bounded, so that the result is exact at any size.
+
+It is exercised on CPU tensors for its numbers, on fake CUDA tensors, and on a pretended accelerator that
+refuses whatever waits. It has not run on a GPU.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
+import numpy as np
 import torch
 
-from torchinstruments.records import Absent
-from torchinstruments.statistics.contract import Packed
-from torchinstruments.statistics.facts import QUARTERS, Facts, named_values
+from torchinstruments.statistics.bins import Binned, BinRule
+from torchinstruments.statistics.device_bins import device_edges, device_float_ends, device_sorted_counts
+from torchinstruments.statistics.facts import EMPTY, QUARTERS, Facts
+from torchinstruments.statistics.measured import Measured
+from torchinstruments.statistics.moments import NO_MOMENTS, resolve
 from torchinstruments.statistics.pieces import flat_pieces, without_repeats
 from torchinstruments.statistics.radix import radix_select
 
-__all__ = ["accumulation_dtype", "device_profile", "pack_profile", "working_dtype"]
+__all__ = ["PackedFacts", "accumulation_dtype", "pack_facts", "working_dtype"]
 
 _HALF_COUNT = 1 << 22
 """Counts travel as two numbers below this one each, which float32 holds exactly."""
 
 _SCANNED_BYTES_EACH = 64
-"""Scratch of `radix_select` and of the moments for each entry of a piece."""
+"""Scratch of one entry of a piece, in `radix_select`, in the sort of a piece and in the moments."""
 
 _EXPONENT_FIELD = {torch.float64: (torch.int64, 52, 1023, 1000), torch.float32: (torch.int32, 23, 127, 120)}
 """For each accumulation dtype: the integer of its size, bits of the fraction, bias, largest scale used."""
+
+_NUM_FACTS = 10
+"""Numbers before the order statistics: four halves of counts, two sums, pivot, exponent and both extremes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFacts:
+    """The facts of a tensor that are still on its device.
+
+    Attributes:
+        scalars: One-dimensional, of the device's accumulation dtype.
+        finish: Turns the numbers of ``scalars``, read on the host, into what was measured.
+    """
+
+    scalars: torch.Tensor
+    finish: Callable[[Sequence[float]], Measured]
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -54,69 +77,169 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
     return torch.float64
 
 
-def pack_profile(tensor: torch.Tensor, *, max_scratch_bytes: int) -> Packed:
-    """Starts the nine statistics of a tensor on its device (training thread, hot path).
+def pack_facts(
+    tensor: torch.Tensor,
+    *,
+    is_ordered: bool,
+    rules: Sequence[BinRule] = (),
+    max_scratch_bytes: int,
+    accumulate: torch.dtype | None = None,
+) -> PackedFacts:
+    """Starts the measuring of a tensor on its device (training thread, hot path).
 
     Args:
         tensor: Detached and strided, of any real dtype and any shape.
+        is_ordered: Whether quartiles are wanted. Without them, and without a histogram, nothing is sorted.
+        rules: The histograms that are wanted.
         max_scratch_bytes: Bound of the memory that is allocated on the device meanwhile.
+        accumulate: float64, or float32 where the device has no other; None for what the device has.
     """
-    accumulate = accumulation_dtype(tensor.device)
+    accumulate = accumulation_dtype(tensor.device) if accumulate is None else accumulate
     if tensor.numel() == 0:
-        nothing = torch.zeros(0, dtype=accumulate, device=tensor.device)
-        return Packed(nothing, partial(_finish, num_distinct=0, repeats=1))
+        return PackedFacts(torch.zeros(0, dtype=accumulate, device=tensor.device), _nothing)
     distinct, repeats = without_repeats(tensor)
-    scalars = device_profile(distinct, repeats, accumulate=accumulate, max_scratch_bytes=max_scratch_bytes)
-    return Packed(scalars, partial(_finish, num_distinct=distinct.numel(), repeats=repeats))
+    is_ordered = is_ordered or bool(rules)
+    entries = _Entries(distinct, accumulate, max_scratch_bytes, is_ordered=is_ordered)
+    parts = entries.ordered(repeats, rules) if is_ordered else entries.unordered()
+    finish = partial(
+        _finish, num_distinct=distinct.numel(), repeats=repeats, is_ordered=is_ordered, rules=tuple(rules)
+    )
+    return PackedFacts(torch.cat([part.view(-1).to(accumulate) for part in parts]), finish)
 
 
-def device_profile(
-    tensor: torch.Tensor, repeats: int, *, accumulate: torch.dtype, max_scratch_bytes: int
-) -> torch.Tensor:
-    """Returns the packed facts of a tensor, on its device.
+class _Entries:
+    """The entries of a tensor on a device, in pieces of a bounded size.
 
     Args:
         tensor: At least one entry, none of them repeated by stride 0.
-        repeats: How often each entry counts for the positions of the quartiles.
         accumulate: float64, or float32 where there is none.
         max_scratch_bytes: Bound of the scratch.
-
-    Returns:
-        14 numbers of dtype ``accumulate``: finite entries and zeros as two halves each, mean, standard
-        deviation, and the order statistics: lowest, highest, and for each quartile those below and above.
+        is_ordered: Whether entries will be sorted.
     """
-    dtype = working_dtype(tensor.dtype)
-    # Flat copy, masked copy, sorted values and their int64 positions, and as much again for the sort itself.
-    fits = tensor.numel() * (5 * dtype.itemsize + 16) <= max_scratch_bytes
-    if fits:
-        tensor = tensor.reshape(-1)
-    num_piece = tensor.numel() if fits else max(1, max_scratch_bytes // _SCANNED_BYTES_EACH)
-    num_finite = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    num_zero = num_finite
-    for piece in flat_pieces(tensor, num_piece):
-        entries = piece.to(dtype)
-        num_finite = num_finite + torch.isfinite(entries).sum()
-        num_zero = num_zero + (entries == 0).sum()
-    ranks = _ranks(num_finite, repeats)
 
-    def in_order() -> Iterator[torch.Tensor]:
-        for piece in flat_pieces(tensor, num_piece):
-            yield _nonfinite_last(piece.to(dtype))
+    def __init__(
+        self, tensor: torch.Tensor, accumulate: torch.dtype, max_scratch_bytes: int, *, is_ordered: bool
+    ) -> None:
+        self._dtype = working_dtype(tensor.dtype)
+        self._accumulate = accumulate
+        num_entries = tensor.numel()
+        # Flat copy, masked copy, sorted values and their int64 positions, and as much again for the sort.
+        bytes_each = 5 * self._dtype.itemsize + 16 if is_ordered else _SCANNED_BYTES_EACH
+        self._fits = num_entries * bytes_each <= max_scratch_bytes
+        self._tensor = tensor.reshape(-1) if self._fits else tensor
+        self._num_piece = num_entries if self._fits else max(1, max_scratch_bytes // _SCANNED_BYTES_EACH)
+        self._num_finite = torch.zeros((), dtype=torch.int64, device=tensor.device)
+        self._num_zero = self._num_finite
+        for entries in self._pieces():
+            self._num_finite = self._num_finite + torch.isfinite(entries).sum()
+            self._num_zero = self._num_zero + (entries == 0).sum()
 
-    if fits:
-        found = torch.sort(next(in_order())).values.index_select(0, ranks)
-    else:
-        found = radix_select(in_order, ranks, dtype)
-    mean, std = _moments(tensor, num_piece, num_finite, found, accumulate)
-    counts = torch.stack((*_halves(num_finite), *_halves(num_zero)))
-    return torch.cat((counts.to(accumulate), torch.stack((mean, std)), found.to(accumulate)))
+    def ordered(self, repeats: int, rules: Sequence[BinRule]) -> list[torch.Tensor]:
+        """Returns everything that an order of the entries gives, to be packed."""
+        ranks = _ranks(self._num_finite, repeats)
+        in_order = [torch.sort(next(self._nonfinite_last())).values] if self._fits else None
+        if in_order is None:
+            found = radix_select(self._nonfinite_last, ranks, self._dtype)
+        else:
+            found = in_order[0].index_select(0, ranks)
+        low, high, pivot = (found.narrow(0, index, 1).view(()) for index in (0, 1, 4))
+        parts = [*self._facts(low, high, pivot), found.narrow(0, 2, 2 * len(QUARTERS))]
+        ends = device_float_ends(low, high, self._accumulate)
+        every_edges = [device_edges(rule, *ends) for rule in rules]
+        counts = [torch.zeros(edges.shape, dtype=torch.int64, device=edges.device) for edges in every_edges]
+        # Radix selection never holds an order as a whole: pieces are sorted one by one, and counts add up.
+        for piece in (in_order or self._sorted_pieces()) if rules else ():
+            counts = [
+                count + device_sorted_counts(piece, edges)
+                for count, edges in zip(counts, every_edges, strict=True)
+            ]
+        for edges, count in zip(every_edges, counts, strict=True):
+            parts += [edges, *_halves(count)]
+        return parts
+
+    def unordered(self) -> list[torch.Tensor]:
+        """Returns the facts that need no order, to be packed."""
+        low, high = self._extremes()
+        scale, unscale, _ = _scales(low, high, self._accumulate)
+        total = torch.zeros((), dtype=self._accumulate, device=low.device)
+        for entries in self._pieces():
+            total = total + _finite_or_zero(entries.to(self._accumulate) * scale, entries).sum()
+        mean = total / self._count() * unscale
+        if self._dtype.is_floating_point:
+            return self._facts(low, high, mean)
+        # A whole number near the mean, kept away from where the step to the integer is undefined.
+        limit = 2.0 ** (8 * self._dtype.itemsize - 2)
+        pivot = mean.clamp(min=-limit, max=limit).to(self._dtype)
+        return self._facts(low, high, torch.maximum(torch.minimum(pivot, high), low))
+
+    def _facts(self, low: torch.Tensor, high: torch.Tensor, pivot: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the first numbers of the packed tensor, with sums of distances from the pivot."""
+        total, total_squares, shift, exponent = self._sums(low, high, pivot)
+        counts = (*_halves(self._num_finite), *_halves(self._num_zero))
+        return [*counts, total, total_squares, shift, exponent, low, high]
+
+    def _sums(
+        self, low: torch.Tensor, high: torch.Tensor, pivot: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns sums of distances and of their squares, the scaled pivot and the scale's exponent."""
+        scale, _, exponent = _scales(low, high, self._accumulate)
+        shift = pivot.to(self._accumulate) * scale
+        is_wide = not self._dtype.is_floating_point and self._dtype.itemsize == 8
+        # Where a difference of two entries cannot overflow int64 it is exact; no float holds the entries.
+        is_exact = high.to(self._accumulate) - low.to(self._accumulate) < 2.0**62
+        total = torch.zeros((), dtype=self._accumulate, device=low.device)
+        total_squares = total
+        for entries in self._pieces():
+            shifted = entries.to(self._accumulate) * scale - shift
+            if is_wide:
+                shifted = torch.where(is_exact, (entries - pivot).to(self._accumulate) * scale, shifted)
+            shifted = _finite_or_zero(shifted, entries)
+            total = total + shifted.sum()
+            total_squares = total_squares + (shifted * shifted).sum()
+        return total, total_squares, shift, exponent
+
+    def _count(self) -> torch.Tensor:
+        """Returns the finite entries as a divisor: 1 where there is none, when nothing of it is looked at."""
+        return self._num_finite.clamp(min=1).to(self._accumulate)
+
+    def _extremes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the lowest and the highest finite entry, without an order."""
+        lows: list[torch.Tensor] = []
+        highs: list[torch.Tensor] = []
+        for entries in self._pieces():
+            if entries.dtype.is_floating_point:
+                is_outside = torch.logical_not(torch.isfinite(entries))
+                lows.append(entries.masked_fill(is_outside, math.inf).amin())
+                highs.append(entries.masked_fill(is_outside, -math.inf).amax())
+            else:
+                lows.append(entries.amin())
+                highs.append(entries.amax())
+        return torch.stack(lows).amin(), torch.stack(highs).amax()
+
+    def _pieces(self) -> Iterator[torch.Tensor]:
+        """Yields all entries in flat pieces of the working dtype."""
+        for piece in flat_pieces(self._tensor, self._num_piece):
+            yield piece.to(self._dtype)
+
+    def _nonfinite_last(self) -> Iterator[torch.Tensor]:
+        """Yields the same pieces with everything that is not finite replaced by what sorts last."""
+        for entries in self._pieces():
+            if entries.dtype.is_floating_point:
+                yield entries.masked_fill(torch.logical_not(torch.isfinite(entries)), math.inf)
+            else:
+                yield entries
+
+    def _sorted_pieces(self) -> Iterator[torch.Tensor]:
+        """Yields these in order, each by itself."""
+        for entries in self._nonfinite_last():
+            yield torch.sort(entries).values
 
 
-def _nonfinite_last(entries: torch.Tensor) -> torch.Tensor:
-    """Returns the entries with everything that is not finite replaced by what sorts last."""
-    if not entries.is_floating_point():
-        return entries
-    return entries.masked_fill(torch.logical_not(torch.isfinite(entries)), math.inf)
+def _finite_or_zero(numbers: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+    """Returns the numbers with zeros where the entry that they come from is not finite."""
+    if not entries.dtype.is_floating_point:
+        return numbers
+    return numbers.masked_fill(torch.logical_not(torch.isfinite(entries)), 0.0)
 
 
 def _ranks(num_finite: torch.Tensor, repeats: int) -> torch.Tensor:
@@ -131,43 +254,10 @@ def _ranks(num_finite: torch.Tensor, repeats: int) -> torch.Tensor:
     return torch.div(ranks, repeats, rounding_mode="floor")
 
 
-def _moments(
-    tensor: torch.Tensor,
-    num_piece: int,
-    num_finite: torch.Tensor,
-    found: torch.Tensor,
-    accumulate: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns mean and standard deviation by sums of distances from the median, as the host computes them."""
-    dtype = found.dtype
-    low, high, pivot = (found.narrow(0, index, 1).view(()) for index in (0, 1, 4))
-    is_wide = not dtype.is_floating_point and dtype.itemsize == 8
-    scale, unscale = _scales(low, high, accumulate)
-    shift = pivot.to(accumulate) * scale
-    # Where a difference of two entries cannot overflow int64 it is exact; float64 could not hold the entries.
-    is_exact = high.to(accumulate) - low.to(accumulate) < 2.0**62
-    total = torch.zeros((), dtype=accumulate, device=tensor.device)
-    total_squares = total
-    for piece in flat_pieces(tensor, num_piece):
-        entries = piece.to(dtype)
-        shifted = entries.to(accumulate) * scale - shift
-        if is_wide:
-            shifted = torch.where(is_exact, (entries - pivot).to(accumulate) * scale, shifted)
-        if dtype.is_floating_point:
-            shifted = shifted.masked_fill(torch.logical_not(torch.isfinite(entries)), 0.0)
-        total = total + shifted.sum()
-        total_squares = total_squares + (shifted * shifted).sum()
-    # Never divides by zero: without a finite entry the counts say so, and nothing here is looked at.
-    count = num_finite.clamp(min=1).to(accumulate)
-    offset = total / count
-    variance = (total_squares / count - offset * offset).clamp(min=0.0)
-    return (shift + offset) * unscale, variance.sqrt() * unscale
-
-
 def _scales(
     low: torch.Tensor, high: torch.Tensor, accumulate: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a power of two that brings the largest entry near 1, and the one that takes it back.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns a power of two that brings the largest entry near 1, the one that takes it back, its exponent.
 
     Both are put together from bits, for no library's ``exp2`` or ``ldexp`` is exact on every device.
     """
@@ -177,30 +267,48 @@ def _scales(
     exponent = exponent.clamp(min=-limit, max=limit)
     scale = torch.bitwise_left_shift(bias - exponent, fraction_bits).view(accumulate)
     unscale = torch.bitwise_left_shift(bias + exponent, fraction_bits).view(accumulate)
-    return scale, unscale
+    return scale, unscale, exponent
 
 
-def _halves(count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a count as two numbers that float32 holds exactly, the higher half first."""
-    high = torch.div(count, _HALF_COUNT, rounding_mode="floor")
-    return high, count - high * _HALF_COUNT
+def _halves(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns counts as two numbers each that float32 holds exactly, the higher halves first."""
+    high = torch.div(counts, _HALF_COUNT, rounding_mode="floor")
+    return high, counts - high * _HALF_COUNT
 
 
-def _finish(numbers: Sequence[float], *, num_distinct: int, repeats: int) -> Mapping[str, float | Absent]:
-    """Returns the nine statistics from the packed numbers, on the host (writer thread)."""
-    if num_distinct == 0:
-        return named_values(Facts(0, 0, 0, 0.0, 0.0, 0.0, 0.0, ()))
-    finite_high, finite_low, zero_high, zero_low, mean, std, low, high, *found = numbers
+def _nothing(_numbers: Sequence[float]) -> Measured:
+    """Returns what an empty tensor gives (writer thread)."""
+    return Measured(EMPTY)
+
+
+def _finish(
+    numbers: Sequence[float], *, num_distinct: int, repeats: int, is_ordered: bool, rules: tuple[BinRule, ...]
+) -> Measured:
+    """Returns what was measured from the packed numbers, on the host (writer thread)."""
+    finite_high, finite_low, zero_high, zero_low, total, squares, pivot, exponent, low, high = numbers[
+        :_NUM_FACTS
+    ]
     num_finite = int(finite_high) * _HALF_COUNT + int(finite_low)
     num_zero = int(zero_high) * _HALF_COUNT + int(zero_low)
+    num_entries, num_nonfinite = num_distinct * repeats, (num_distinct - num_finite) * repeats
+    if num_finite == 0:
+        return Measured(Facts(num_entries, 0, num_nonfinite, NO_MOMENTS, 0.0, 0.0))
+    first_bin = _NUM_FACTS + (2 * len(QUARTERS) if is_ordered else 0)
+    found = numbers[_NUM_FACTS:first_bin]
     facts = Facts(
-        num_entries=num_distinct * repeats,
+        num_entries=num_entries,
         num_zero=num_zero * repeats,
-        num_nonfinite=(num_distinct - num_finite) * repeats,
-        mean=mean,
-        std=std,
+        num_nonfinite=num_nonfinite,
+        moments=resolve(total, squares, num_finite, pivot, int(exponent)).repeated(repeats),
         minimum=low,
         maximum=high,
         quartiles=tuple(zip(found[::2], found[1::2], strict=True)),
     )
-    return named_values(facts)
+    binned = []
+    for rule in rules:
+        size = rule.num_bins + 1
+        edges, halves_high, halves_low = np.array(numbers[first_bin : first_bin + 3 * size]).reshape(3, size)
+        counts = halves_high.astype(np.int64) * _HALF_COUNT + halves_low.astype(np.int64)
+        binned.append(Binned(edges, counts * repeats))
+        first_bin += 3 * size
+    return Measured(facts, tuple(binned))

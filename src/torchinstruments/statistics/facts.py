@@ -1,4 +1,4 @@
-"""The nine statistics as facts about a tensor's finite entries, and their way into named values.
+"""What is found out about a tensor's finite entries, and how that becomes named values.
 
 Both paths, NumPy on the host and torch operations on an accelerator, end here: they gather the same raw
 facts (counts, moments, order statistics), and one function turns them into values and reason codes. So the
@@ -10,8 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchinstruments.records import Absent, Reason
+from torchinstruments.statistics.moments import NO_MOMENTS, Moments
 
-__all__ = ["PROFILE_METRICS", "QUARTERS", "Facts", "named_values", "quartile_position"]
+__all__ = [
+    "EMPTY",
+    "MOMENT_METRICS",
+    "PROFILE_METRICS",
+    "QUARTERS",
+    "Facts",
+    "moment_values",
+    "named_values",
+    "quartile_position",
+]
 
 PROFILE_METRICS = (
     "mean",
@@ -25,6 +35,9 @@ PROFILE_METRICS = (
     "nonfinite_fraction",
 )
 """Names of the nine statistics, in the order in which they are stored."""
+
+MOMENT_METRICS = ("mean", "std", "rms", "max_abs", "finite_fraction")
+"""Names of the statistics that need no order of the entries."""
 
 QUARTERS = (1, 2, 3)
 """The quartiles, in quarters of the way from the lowest to the highest entry."""
@@ -40,21 +53,29 @@ class Facts:
         num_entries: Entries of the tensor.
         num_zero: Entries that equal zero, negative zero among them.
         num_nonfinite: Entries that are NaN or infinite.
-        mean: Mean of the finite entries.
-        std: Population standard deviation of the finite entries.
+        moments: Those of the finite entries.
         minimum: Lowest finite entry; a whole number for integer tensors on the host, so that none is rounded.
         maximum: Highest finite entry.
-        quartiles: For each of `QUARTERS` the order statistics below and above its position.
+        quartiles: For each of `QUARTERS` the order statistics below and above its position; empty where
+            nothing asked for an order.
     """
 
     num_entries: int
     num_zero: int
     num_nonfinite: int
-    mean: float
-    std: float
+    moments: Moments
     minimum: float
     maximum: float
-    quartiles: tuple[tuple[float, float], ...]
+    quartiles: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def num_finite(self) -> int:
+        """Finite entries."""
+        return self.num_entries - self.num_nonfinite
+
+
+EMPTY = Facts(0, 0, 0, NO_MOMENTS, 0.0, 0.0)
+"""The facts of a tensor without entries."""
 
 
 def quartile_position(num_finite: int, quarters: int) -> tuple[int, int, int]:
@@ -77,23 +98,47 @@ def named_values(facts: Facts) -> Mapping[str, float | Absent]:
     """Returns the nine statistics by name, each finite or with the reason why it is missing."""
     if facts.num_entries == 0:
         return dict.fromkeys(PROFILE_METRICS, Absent(Reason.EMPTY.value))
-    num_finite = facts.num_entries - facts.num_nonfinite
+    num_finite = facts.num_finite
     values: dict[str, float | Absent]
     if num_finite == 0:
         values = dict.fromkeys(_OF_FINITE_ENTRIES, Absent(Reason.NO_FINITE_ENTRIES.value))
     else:
-        low, high = float(facts.minimum), float(facts.maximum)
         values = {
-            # The mean lies between the extremes; the last bit of its rounding may not say otherwise.
-            "mean": _value(min(max(facts.mean, low), high) if math.isfinite(facts.mean) else facts.mean),
-            "std": _value(facts.std),
-            "min": _value(low),
-            "max": _value(high),
+            "mean": _value(_mean(facts)),
+            "std": _value(facts.moments.std),
+            "min": _value(facts.minimum),
+            "max": _value(facts.maximum),
             **_quartiles(facts.quartiles, num_finite),
         }
     values["zero_fraction"] = facts.num_zero / facts.num_entries
     values["nonfinite_fraction"] = facts.num_nonfinite / facts.num_entries
     return values
+
+
+def moment_values(facts: Facts) -> Mapping[str, float | Absent]:
+    """Returns the five statistics that need no order, each finite or with the reason why it is missing."""
+    if facts.num_entries == 0:
+        return dict.fromkeys(MOMENT_METRICS, Absent(Reason.EMPTY.value))
+    values: dict[str, float | Absent]
+    if facts.num_finite == 0:
+        values = dict.fromkeys(MOMENT_METRICS[:4], Absent(Reason.NO_FINITE_ENTRIES.value))
+    else:
+        mean, std = _mean(facts), facts.moments.std
+        values = {
+            "mean": _value(mean),
+            "std": _value(std),
+            # The root of mean**2 + std**2, which neither overflows nor vanishes on the way.
+            "rms": _value(math.hypot(mean, std)),
+            "max_abs": _value(max(abs(facts.minimum), abs(facts.maximum))),
+        }
+    values["finite_fraction"] = facts.num_finite / facts.num_entries
+    return values
+
+
+def _mean(facts: Facts) -> float:
+    """Returns the mean, between the extremes: the last bit of its rounding may not say otherwise."""
+    mean = facts.moments.mean
+    return min(max(mean, float(facts.minimum)), float(facts.maximum)) if math.isfinite(mean) else mean
 
 
 def _quartiles(found: tuple[tuple[float, float], ...], num_finite: int) -> dict[str, float | Absent]:

@@ -1,32 +1,46 @@
-"""The facts of a CPU tensor."""
+"""The facts of a CPU tensor, and its histograms, from one sort, one count, or sums alone."""
+
+import math
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
-from torchinstruments.statistics.facts import QUARTERS, Facts, quartile_position
+from torchinstruments.statistics.bins import Binned, BinRule, bin_edges, float_ends
+from torchinstruments.statistics.facts import EMPTY, QUARTERS, Facts, quartile_position
+from torchinstruments.statistics.measured import Measured
+from torchinstruments.statistics.moments import CHUNK, NO_MOMENTS, Array, moments
 from torchinstruments.statistics.ordered import OrderedEntries, count_entries, sort_entries, sortable_dtype
-from torchinstruments.statistics.pieces import without_repeats
+from torchinstruments.statistics.pieces import finite_pieces, without_repeats
 from torchinstruments.statistics.scanned import ScannedEntries
 
-__all__ = ["host_facts"]
+__all__ = ["measure_on_host"]
 
-_COUNT_16_BIT_FROM = 32_768
+_COUNT_16_BIT_FROM = 65_536
 """Entries from which counting 65,536 values costs less than sorting."""
 
 
-def host_facts(tensor: torch.Tensor, *, max_scratch_bytes: int) -> Facts:
-    """Returns what the nine statistics are made of, exact at any size.
+def measure_on_host(
+    tensor: torch.Tensor, *, is_ordered: bool, rules: Sequence[BinRule] = (), max_scratch_bytes: int
+) -> Measured:
+    """Returns the facts of a tensor, exact at any size.
 
     Args:
         tensor: Detached, strided, on the CPU; any real dtype.
+        is_ordered: Whether quartiles are wanted. Without them, and without a histogram, nothing is sorted.
+        rules: The histograms that are wanted.
         max_scratch_bytes: A copy is sorted only where it fits; a larger tensor is scanned several times.
     """
     if tensor.numel() == 0:
-        return Facts(0, 0, 0, 0.0, 0.0, 0.0, 0.0, ())
+        return Measured(EMPTY)
     distinct, repeats = without_repeats(tensor)
     # A program may have asked NumPy to raise where a square of a tiny number vanishes.
     with np.errstate(all="ignore"):
-        return _facts(_ordered(distinct, max_scratch_bytes), distinct.numel(), repeats)
+        if not (is_ordered or rules) and distinct.dtype.itemsize >= 4:
+            return Measured(_unordered(distinct, repeats))
+        ordered = _ordered(distinct, max_scratch_bytes)
+        facts = _facts(ordered, distinct.numel(), repeats)
+        return Measured(facts, _binned(ordered, facts, repeats, rules))
 
 
 def _ordered(tensor: torch.Tensor, max_scratch_bytes: int) -> OrderedEntries:
@@ -44,12 +58,66 @@ def _facts(ordered: OrderedEntries, num_distinct: int, repeats: int) -> Facts:
     num_nonfinite = (num_distinct - num_finite) * repeats
     num_entries = num_distinct * repeats
     if num_finite == 0:
-        return Facts(num_entries, 0, num_nonfinite, 0.0, 0.0, 0.0, 0.0, ())
+        return Facts(num_entries, 0, num_nonfinite, NO_MOMENTS, 0.0, 0.0)
     ranks = [0, num_finite - 1]
     for quarters in QUARTERS:
         below, above, _ = quartile_position(num_finite * repeats, quarters)
         ranks += [below // repeats, above // repeats]
     low, high, *found = ordered.at(ranks)
-    mean, std = ordered.moments(low, high, found[2])
-    quartiles = tuple(zip(found[::2], found[1::2], strict=True))
-    return Facts(num_entries, ordered.num_zero * repeats, num_nonfinite, mean, std, low, high, quartiles)
+    return Facts(
+        num_entries=num_entries,
+        num_zero=ordered.num_zero * repeats,
+        num_nonfinite=num_nonfinite,
+        moments=ordered.moments(low, high, found[2]).repeated(repeats),
+        minimum=low,
+        maximum=high,
+        quartiles=tuple(zip(found[::2], found[1::2], strict=True)),
+    )
+
+
+def _binned(
+    ordered: OrderedEntries, facts: Facts, repeats: int, rules: Sequence[BinRule]
+) -> tuple[Binned, ...]:
+    """Returns the histograms of entries in order."""
+    if not rules or facts.num_finite == 0:
+        return ()
+    low, high = float_ends(facts.minimum, facts.maximum)
+    every_edges = [bin_edges(rule, np.array([low]), np.array([high]))[0] for rule in rules]
+    return tuple(Binned(edges, ordered.up_to_edges(edges) * repeats) for edges in every_edges)
+
+
+def _unordered(tensor: torch.Tensor, repeats: int) -> Facts:
+    """Returns the facts of a tensor of 32 or 64 bits without putting it in order, in two passes."""
+    num_finite, num_zero = 0, 0
+    lows: list[float] = []
+    highs: list[float] = []
+    totals: list[float] = []
+    for piece in _chunks(tensor):
+        if piece.size == 0:
+            continue
+        num_finite += piece.size
+        num_zero += piece.size - int(np.count_nonzero(piece))
+        lows.append(piece.min().item())
+        highs.append(piece.max().item())
+        totals.append(float(np.add.reduce(piece, dtype=np.float64)))
+    num_entries = tensor.numel() * repeats
+    num_nonfinite = num_entries - num_finite * repeats
+    if num_finite == 0:
+        return Facts(num_entries, 0, num_nonfinite, NO_MOMENTS, 0.0, 0.0)
+    low, high = min(lows), max(highs)
+    pivot = _middle(totals, num_finite, low, high)
+    found = moments(_chunks(tensor), num_finite, low=low, high=high, pivot=pivot)
+    return Facts(num_entries, num_zero * repeats, num_nonfinite, found.repeated(repeats), low, high)
+
+
+def _chunks(tensor: torch.Tensor) -> Iterable[Array]:
+    """Yields the finite entries in flat pieces that fit the cache."""
+    return finite_pieces(tensor, CHUNK)
+
+
+def _middle(totals: Sequence[float], num_finite: int, low: float, high: float) -> float:
+    """Returns about the mean, between the extremes and of their kind: distances are taken from it."""
+    total = sum(totals)
+    middle = total / num_finite if math.isfinite(total) else low / 2 + high / 2
+    middle = int(middle) if isinstance(low, int) else middle
+    return min(max(middle, low), high)

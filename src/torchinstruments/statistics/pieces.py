@@ -6,9 +6,12 @@ an expanded one is read once: an entry that is repeated is known by its number o
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
-__all__ = ["flat_pieces", "without_repeats"]
+from torchinstruments.statistics.moments import Array
+
+__all__ = ["finite_pieces", "flat_pieces", "without_repeats"]
 
 
 def without_repeats(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -49,6 +52,22 @@ def flat_pieces(tensor: torch.Tensor, num_entries: int) -> Iterator[torch.Tensor
                 yield _dense(piece)
             else:
                 yield from flat_pieces(piece[0], num_entries)
+
+
+def finite_pieces(tensor: torch.Tensor, num_entries: int) -> Iterator[Array]:
+    """Yields the finite entries of a CPU tensor in flat arrays; they may share its memory.
+
+    Args:
+        tensor: Of a dtype that NumPy knows, with at least one entry.
+        num_entries: Entries that are looked at for a piece at most.
+    """
+    for piece in flat_pieces(tensor, num_entries):
+        entries: Array = piece.numpy()
+        if entries.dtype.kind == "f":
+            finite = np.isfinite(entries)
+            if not finite.all():
+                entries = entries[finite]
+        yield entries
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

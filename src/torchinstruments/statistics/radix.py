@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-__all__ = ["radix_select"]
+__all__ = ["entries_of_keys", "keys_of", "radix_select"]
 
 _DIGIT_BITS = 16
 _DIGITS = 1 << _DIGIT_BITS
@@ -40,7 +40,7 @@ def radix_select(
         num_tables = 1 if is_first else ranks.numel()
         counts = torch.zeros((num_tables, _DIGITS + _ELSEWHERE), dtype=torch.int64, device=ranks.device)
         for piece in pieces():
-            keys = torch.bitwise_right_shift(_keys(piece, integer), shift)
+            keys = torch.bitwise_right_shift(keys_of(piece), shift)
             if is_first:
                 _count(counts.select(0, 0), keys.to(torch.int64) + _DIGITS // 2)
             else:
@@ -55,7 +55,7 @@ def radix_select(
             prefixes = digits - _DIGITS // 2
         else:
             prefixes = torch.bitwise_left_shift(prefixes, _DIGIT_BITS) + digits
-    return _from_keys(prefixes.to(integer), dtype)
+    return entries_of_keys(prefixes.to(integer), dtype)
 
 
 def _count(table: torch.Tensor, slots: torch.Tensor) -> None:
@@ -74,14 +74,14 @@ def _count_by_prefix(counts: torch.Tensor, keys: torch.Tensor, prefixes: torch.T
         _count(counts.select(0, rank), torch.where(heads == prefix, digits, elsewhere))
 
 
-def _keys(entries: torch.Tensor, integer: torch.dtype) -> torch.Tensor:
-    """Returns signed integers in the order of the entries."""
+def keys_of(entries: torch.Tensor) -> torch.Tensor:
+    """Returns signed integers in the order of the entries, of 16 bits or more; they may share memory."""
     if not entries.is_floating_point():
         return entries
-    return _turned(entries.view(integer))
+    return _turned(entries.view(_INTEGERS[entries.dtype.itemsize]))
 
 
-def _from_keys(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def entries_of_keys(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns the entries of these keys."""
     return _turned(keys).view(dtype) if dtype.is_floating_point else keys
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from torchinstruments.statistics.moments import Array, chunks, moments
-from torchinstruments.statistics.pieces import flat_pieces
+from torchinstruments.statistics.bins import sorted_counts
+from torchinstruments.statistics.moments import Array, Moments, chunks, moments
+from torchinstruments.statistics.pieces import finite_pieces
 
 __all__ = ["ScannedEntries"]
 
@@ -64,20 +65,21 @@ class ScannedEntries:
         keys = np.array(prefixes, dtype=self._key_type)
         return self._entries(keys).tolist()
 
-    def moments(self, low: float, high: float, pivot: float) -> tuple[float, float]:
-        """Returns mean and population standard deviation."""
+    def up_to_edges(self, edges: Array) -> Array:
+        """Returns how many finite entries stand below each edge, at or below the last one."""
+        counts = np.zeros(edges.size, dtype=np.int64)
+        for piece in self._finite_pieces():
+            counts += sorted_counts(np.sort(piece), edges)
+        return counts
+
+    def moments(self, low: float, high: float, pivot: float) -> Moments:
+        """Returns the moments."""
         pieces = (chunk for piece in self._finite_pieces() for chunk in chunks(piece))
         return moments(pieces, self._num_finite, low=low, high=high, pivot=pivot)
 
     def _finite_pieces(self) -> Iterator[Array]:
         """Yields the finite entries in flat pieces."""
-        for piece in flat_pieces(self._tensor, _PIECE):
-            entries: Array = piece.numpy()
-            if entries.dtype.kind == "f":
-                finite = np.isfinite(entries)
-                if not finite.all():
-                    entries = entries[finite]
-            yield entries
+        return finite_pieces(self._tensor, _PIECE)
 
     def _counts(self, prefixes: set[int], shift: int) -> dict[int, Array]:
         """Returns for each prefix how often each 16-bit digit follows it."""

@@ -5,6 +5,8 @@
     run.json  generations/000.json
     rank-000/process-1a2b3c4d.json  rank-000/modules-1a2b3c4d.json
     rank-000/history.parts/part-1a2b3c4d-000000.parquet  (samples, steps, fingerprints alike)
+    rank-000/result.json  rank-000/index.md
+    rank-000/tensorboard/events.out.tfevents.1700000000.host.1a2b3c4d.000000
     merged/result.json  merged/summary.parquet
 
 A world of one, and a run of rank 0 alone, use the run's folder itself in place of ``rank-000/``. Ranks and
@@ -16,9 +18,12 @@ from dataclasses import dataclass
 
 __all__ = [
     "GENERATIONS",
+    "INDEX_FILE",
     "MERGED",
+    "RESULT_FILE",
     "RUN_FILE",
     "TABLES",
+    "TENSORBOARD",
     "PartName",
     "generation_file",
     "manifest_file",
@@ -31,11 +36,15 @@ __all__ = [
     "part_file",
     "rank_folder",
     "safe_run_id",
+    "tensorboard_file",
 ]
 
 RUN_FILE = "run.json"
 GENERATIONS = "generations"
 MERGED = "merged"
+TENSORBOARD = "tensorboard"
+RESULT_FILE = "result.json"
+INDEX_FILE = "index.md"
 TABLES = ("history", "samples", "steps", "fingerprints")
 
 _RANK = re.compile(r"rank-(\d{3,})")
@@ -112,6 +121,11 @@ def parse_generation(name: str) -> int | None:
     """Returns the generation that a file name in ``generations/`` tells, or None."""
     match = _GENERATION.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def tensorboard_file(folder: str, name: str) -> str:
+    """Returns the path of an event file of TensorBoard."""
+    return _join(folder, f"{TENSORBOARD}/{name}")
 
 
 def safe_run_id(run_id: str) -> str:

@@ -23,7 +23,7 @@ from torchinstruments.errors import (
 from torchinstruments.store.storage import FileInfo, Listing, checked_path
 from torchinstruments.store.urls import local_path
 
-__all__ = ["LocalStorage"]
+__all__ = ["LocalStorage", "sync_folder"]
 
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _MAY_PASS = frozenset(
@@ -117,7 +117,7 @@ class LocalStorage:
                         return False
                 else:
                     raise
-            _sync_folder(os.path.dirname(target))
+            sync_folder(os.path.dirname(target))
         return True
 
     def replace(self, path: str, data: bytes) -> None:
@@ -125,7 +125,7 @@ class LocalStorage:
         target = self._absolute(path)
         with _explained(target, "writing"), self._temporary(target, data) as temporary:
             os.replace(temporary, target)
-            _sync_folder(os.path.dirname(target))
+            sync_folder(os.path.dirname(target))
 
     def list(self, path: str = "") -> Listing:
         """Returns what lies directly in a folder, sorted by path."""
@@ -217,7 +217,12 @@ def _write_exclusively(target: str, data: bytes) -> bool:
     return True
 
 
-def _sync_folder(folder: str) -> None:
+def sync_folder(folder: str) -> None:
+    """Makes durable which names a folder holds.
+
+    Raises:
+        OSError: They may be lost.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,9 +1,9 @@
-"""Carrying what one process left in the spool to where readers look: joined parts, documents, its manifest.
+"""Carrying what one process left in the spool to where readers look: parts, event files, documents.
 
 A part goes up in four steps: ``progress.json`` names the spooled parts that go into it, the object is put,
 the progress counts it, the spooled parts are deleted. A crash between any two of them is repaired by
 repeating: the same spooled parts give the same object under the same name, and what the progress counts
-already is only deleted.
+already is only deleted. An event file goes up as it is, and is deleted after that.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from torchinstruments.store.manifest import TableState, decode_manifest, encode_
 from torchinstruments.store.spool_folder import (
     CLOSED,
     DOCUMENTS,
+    OPEN_SUFFIX,
     PROGRESS,
     UNREADABLE,
     WANTED,
@@ -34,6 +35,7 @@ from torchinstruments.store.spool_folder import (
     SpooledPart,
     TableProgress,
     list_parts,
+    list_segments,
     read_about,
     read_progress,
     read_text,
@@ -58,6 +60,7 @@ MANIFEST_DELAY_S = 90.0
 """What a manifest's way through the spool may add to the time at which its writer promised the next one."""
 
 _BATCHES_A_ROUND = 8
+_SEGMENTS_A_ROUND = 8
 
 
 class Shipment:
@@ -128,7 +131,7 @@ class Shipment:
         home = self._claimed(base)
         parts = self._unsent(list_parts(self.folder))
         left, more = self._ship_parts(home, parts, urgent=urgent)
-        if more:
+        if more or self._ship_segments(home):
             return True
         self._ship_documents(home, left, urgent=urgent)
         if request != self._progress.served or self._progress.last_error:
@@ -138,6 +141,8 @@ class Shipment:
     def remove_if_done(self) -> bool:
         """Removes the folder of a process that is over and has nothing left; returns whether it is gone."""
         if not self.is_over() or self.has_request() or list_parts(self.folder):
+            return False
+        if list_segments(self.folder, open_too=True):
             return False
         if not FileLock.is_free(self.folder / WRITER_LOCK):
             return False
@@ -243,9 +248,22 @@ class Shipment:
         self._save_table(table, replace(progress, pending=(), rows_dropped=progress.rows_dropped + bad.rows))
         self._log(f"{error}; it is set aside in {aside}, and its {bad.rows} rows count as dropped")
 
+    def _ship_segments(self, home: Storage) -> bool:
+        """Uploads event files that grow no more, each as one object; returns whether some are left."""
+        segments = list_segments(self.folder, open_too=self.is_over())
+        for path in segments[:_SEGMENTS_A_ROUND]:
+            data = path.read_bytes()
+            if data:
+                target = layout.tensorboard_file(self._about.folder, path.name.removesuffix(OPEN_SUFFIX))
+                home.replace(target, data)
+                if self._after_put is not None:
+                    self._after_put(target)
+            path.unlink(missing_ok=True)
+        return len(segments) > _SEGMENTS_A_ROUND
+
     def _ship_documents(self, home: Storage, left: list[SpooledPart], *, urgent: bool) -> None:
         manifest_name = layout.manifest_file("", self._about.process)
-        for path in sorted((self.folder / DOCUMENTS).glob("*.json")):
+        for path in sorted((self.folder / DOCUMENTS).glob("[!.]*")):
             status = path.stat()
             stamp = (status.st_mtime_ns, status.st_size)
             if path.name == manifest_name:
@@ -263,7 +281,13 @@ class Shipment:
                     f"generation {record.generation} belongs to another leader; its members stay as they are"
                 )
             return
-        home.replace(self._in_rank_folder(path.name), data)
+        target = self._in_rank_folder(path.name)
+        was_killed = not (self.folder / CLOSED).exists() and self.is_over()
+        if was_killed and path.name in (layout.RESULT_FILE, layout.INDEX_FILE):
+            # All processes of a rank share these, and a later one may have left its own.
+            home.create(target, data)
+        else:
+            home.replace(target, data)
 
     def _ship_manifest(self, home: Storage, path: Path, left: list[SpooledPart], *, urgent: bool) -> None:
         data = self._uploaded_manifest(path.read_bytes(), left)

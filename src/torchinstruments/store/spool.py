@@ -30,6 +30,7 @@ from torchinstruments.store.spool_folder import (
     CLOSED,
     DOCUMENTS,
     PROGRESS,
+    SEGMENTS,
     WANTED,
     WRITER_LOCK,
     About,
@@ -135,6 +136,26 @@ class SpoolTarget:
     def path(self) -> str:
         """The process's folder in the spool, for people and for the manifest."""
         return str(self._folder)
+
+    @property
+    def segments(self) -> Path:
+        """Where the event files of the process grow; the folder may not exist yet."""
+        return self._folder / SEGMENTS
+
+    def require_segment_room(self, num_bytes: int) -> None:
+        """Refuses event files beyond half of the bound, so that they never crowd out rows (writer thread).
+
+        Raises:
+            OSError: So many bytes must not be written.
+        """
+        self._require_open()
+        if not self._has_room(num_bytes, self._max_bytes // 2):
+            raise OSError(
+                errno.ENOSPC,
+                f"the spool {self._spool} holds {self._known_bytes} bytes of at most {self._max_bytes}, and "
+                f"event files may fill half of it; none are written until the store takes what is there",
+            )
+        self._known_bytes += num_bytes
 
     def write_part(self, table: str, num_rows: int, data: bytes) -> None:
         """Makes one part durable in the spool (writer thread).
@@ -282,12 +303,15 @@ class SpoolTarget:
                 errno.EBADF, f"the spool {self._folder} was closed; nothing more can be written to it"
             )
 
-    def _require_room(self, num_bytes: int) -> None:
+    def _has_room(self, num_bytes: int, max_bytes: int) -> bool:
         now_s = time.monotonic()
-        if now_s - self._scanned_at_s > _RESCAN_S or self._known_bytes + num_bytes > self._max_bytes:
+        if now_s - self._scanned_at_s > _RESCAN_S or self._known_bytes + num_bytes > max_bytes:
             self._known_bytes = spooled_bytes(self._spool)
             self._scanned_at_s = now_s
-        if self._known_bytes + num_bytes > self._max_bytes:
+        return self._known_bytes + num_bytes <= max_bytes
+
+    def _require_room(self, num_bytes: int) -> None:
+        if not self._has_room(num_bytes, self._max_bytes):
             self._last_error = (
                 f"the spool {self._spool} holds {self._known_bytes} bytes of at most {self._max_bytes}; "
                 f"rows are dropped until the store takes what is there"

@@ -10,6 +10,7 @@
             about.json                                 whose rows these are and where they go; no secrets
             writer.lock                                held while the writing process lives
             000017-history-8192.parquet                small parts in the order of writing, with their rows
+            segments/                              event files of TensorBoard; `.open` while they grow
             documents/process-1a2b3c4d.json            documents, each replaced in one step
             wanted                                     a request to upload everything now
             closed                                     nothing more will be written
@@ -39,7 +40,9 @@ __all__ = [
     "CLOSED",
     "DOCUMENTS",
     "LOG",
+    "OPEN_SUFFIX",
     "PROGRESS",
+    "SEGMENTS",
     "UNREADABLE",
     "UPLOADER_LOCK",
     "WANTED",
@@ -49,6 +52,7 @@ __all__ = [
     "SpooledPart",
     "TableProgress",
     "list_parts",
+    "list_segments",
     "part_name",
     "process_folders",
     "published",
@@ -69,6 +73,8 @@ DOCUMENTS = "documents"
 WANTED = "wanted"
 CLOSED = "closed"
 PROGRESS = "progress.json"
+SEGMENTS = "segments"
+OPEN_SUFFIX = ".open"
 
 _PART = re.compile(r"(\d{6,})-([a-z_]+)-(\d+)\.parquet")
 _PROCESS = re.compile(r"rank-\d{3,}-[0-9a-f]{8}")
@@ -211,6 +217,20 @@ def list_parts(folder: Path) -> list[SpooledPart]:
     return sorted(found, key=_number)
 
 
+def list_segments(folder: Path, *, open_too: bool) -> list[Path]:
+    """Returns the event files in a process's folder, in the order of their names, which is that of writing.
+
+    Args:
+        folder: The process's folder.
+        open_too: Whether to return those too that were not finished.
+    """
+    try:
+        names = os.listdir(folder / SEGMENTS)
+    except FileNotFoundError:
+        return []
+    return [folder / SEGMENTS / name for name in sorted(names) if open_too or not name.endswith(OPEN_SUFFIX)]
+
+
 def process_folders(spool: Path) -> list[Path]:
     """Returns the folders of all processes in a spool, sorted by name."""
     try:
@@ -226,6 +246,7 @@ def spooled_bytes(spool: Path) -> int:
     for folder in process_folders(spool):
         with contextlib.suppress(FileNotFoundError):
             total += sum(part.size_bytes for part in list_parts(folder))
+            total += sum(path.stat().st_size for path in list_segments(folder, open_too=True))
     return total
 
 

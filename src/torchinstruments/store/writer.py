@@ -12,9 +12,10 @@ again, and are given up and counted beyond it.
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Protocol
 
 import pyarrow as pa
@@ -27,6 +28,7 @@ from torchinstruments.records import (
     ErrorRecord,
     Identity,
     ModuleRecord,
+    RunRecord,
     Sample,
 )
 from torchinstruments.store import layout, schema
@@ -42,6 +44,7 @@ from torchinstruments.store.columns import (
 )
 from torchinstruments.store.manifest import MAX_ERRORS, Manifest, TableState, encode_document
 from torchinstruments.store.parts import encode_columns
+from torchinstruments.store.rank_documents import RankDocuments
 from torchinstruments.store.target import PartTarget
 from torchinstruments.store.waiting import MAX_WAITING_BYTES, EncodedPart, WaitingParts
 
@@ -137,6 +140,7 @@ class RankWriter:
         self._steps = StepsBuffer(config.buffer_rows)
         self._waiting = WaitingParts(target, self._note_failure, max_waiting_bytes)
         self._dropped_rows: Counter[str] = Counter()
+        self._documents = RankDocuments(identity, claim, config.window)
         self._spool_path = spool_path
         self._modules: tuple[ModuleRecord, ...] = ()
         self._errors: deque[ErrorRecord] = deque(maxlen=MAX_ERRORS)
@@ -171,11 +175,12 @@ class RankWriter:
             },
         )
 
-    def start(self, modules: Sequence[ModuleRecord]) -> None:
-        """Writes the manifest and the catalog for the first time."""
+    def start(self, run: RunRecord, modules: Sequence[ModuleRecord]) -> None:
+        """Writes all documents for the first time."""
         self._write_manifest()
         self._modules = tuple(modules)
         self._write_catalog()
+        self._write_for_people(partial(self._documents.at_attach, run))
 
     def set_modules(self, modules: Sequence[ModuleRecord]) -> None:
         """Takes the catalog, which is written at the next tick, at most once a minute, and at close."""
@@ -187,6 +192,7 @@ class RankWriter:
         """Takes one delivery of a sample."""
         sample_id = self._claim.first_sample_id + sample.ordinal
         now_s = self._clock.monotonic_s()
+        self._documents.count(sample)
         self._history.add(sample_id, sample, now_s)
         self._tallies.add(sample_id, sample, now_s)
         self._write_history(self._history.take_due(now_s))
@@ -198,10 +204,16 @@ class RankWriter:
         self._steps.add(records, now_s)
         self._write_steps(self._steps.take_due(now_s))
 
-    def add_error(self, error: ErrorRecord) -> None:
-        """Keeps an error for the manifest, which has the last hundred, and counts it by probe."""
-        stamped = error if error.at else replace(error, at=_iso(self._clock.wall_us()))
-        self._errors.append(replace(stamped, message=stamped.message[:_MAX_MESSAGE_CHARACTERS]))
+    def add_error(self, error: ErrorRecord, *, listed: bool = True) -> None:
+        """Keeps an error for the manifest, which has the last hundred, and counts it by probe.
+
+        Args:
+            error: What happened.
+            listed: False where it only counts, since it repeats one that was kept.
+        """
+        if listed:
+            stamped = error if error.at else replace(error, at=_iso(self._clock.wall_us()))
+            self._errors.append(replace(stamped, message=stamped.message[:_MAX_MESSAGE_CHARACTERS]))
         self._error_counts[error.probe] += 1
         self._manifest_changed = True
 
@@ -237,7 +249,8 @@ class RankWriter:
         """Makes everything durable, waits until it is where readers look, and marks the manifest closed.
 
         Args:
-            timeout_s: How long to wait for whatever carries parts further; 0 does not wait.
+            timeout_s: How long to wait for whatever carries parts further, and within which ``result.json``
+                and ``index.md`` are made; 0 neither waits nor makes them.
 
         Returns:
             False where rows still wait here or in the spool.
@@ -248,11 +261,19 @@ class RankWriter:
         flushed = self.flush()
         if self._catalog_due_s is not None:
             self._write_catalog()
-        arrived = self._target.direct or timeout_s <= 0 or self._target.finish(timeout_s)
+
+        def left_s() -> float:
+            return max(timeout_s - (self._clock.monotonic_s() - began_s), 0.0)
+
+        def in_time() -> bool:
+            return left_s() > 0
+
+        if in_time():
+            self._write_for_people(partial(self._documents.at_close, tuple(self._errors), in_time))
+        arrived = self._target.direct or not in_time() or self._target.finish(left_s())
         self._status = "closed"
         self._write_manifest()
-        left_s = timeout_s - (self._clock.monotonic_s() - began_s)
-        return self._target.finish(max(left_s, 0.0)) and arrived and flushed
+        return self._target.finish(left_s()) and arrived and flushed
 
     def _write_history(self, deliveries: list[tuple[int, Sample]]) -> None:
         if not deliveries:
@@ -266,6 +287,10 @@ class RankWriter:
             columns = history_columns(deliveries, self._origin)
         last = max(deliveries, key=_sample_id)
         self._write("history", columns, last[0], last[1].started_at_us)
+        try:
+            self._documents.add_rows(columns.table)
+        except (*_UNSTORABLE, MemoryError) as error:
+            self._note_failure(error)  # the rows themselves are safe
 
     def _can_be_stored(self, delivery: tuple[int, Sample]) -> bool:
         """Tells one broken delivery from its neighbours, which must not be lost with it."""
@@ -342,9 +367,24 @@ class RankWriter:
         name = layout.manifest_file("", self._identity.process)
         self._manifest_changed = not self._write_document(name, self._manifest())
 
-    def _write_document(self, name: str, document: object) -> bool:
+    def _write_for_people(
+        self, make: Callable[[Sequence[ModuleRecord], Counters, str], Mapping[str, bytes]]
+    ) -> None:
+        """Writes ``result.json`` and ``index.md``; rows and manifest never depend on them."""
         try:
-            self._target.write_document(name, encode_document(document))
+            found = make(self._modules, self.counters(), _iso(self._clock.wall_us()))
+        except (*_UNSTORABLE, MemoryError) as error:
+            self._note_failure(error)
+            return
+        for name, data in found.items():
+            self._write_encoded(name, data)
+
+    def _write_document(self, name: str, document: object) -> bool:
+        return self._write_encoded(name, encode_document(document))
+
+    def _write_encoded(self, name: str, data: bytes) -> bool:
+        try:
+            self._target.write_document(name, data)
         except OSError as error:
             self._note_failure(error)
             return False

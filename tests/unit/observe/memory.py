@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from torchinstruments.config import ErrorPolicy
 from torchinstruments.observe.faults import Faults
+from torchinstruments.observe.focus import select_focus
 from torchinstruments.observe.observer import Observer
 from torchinstruments.observe.probe import RootProbe
 from torchinstruments.observe.sampling import AlwaysSampler, SamplingPolicy
@@ -21,11 +22,13 @@ from torchinstruments.records import (
     Counters,
     DeferredSample,
     ErrorRecord,
+    HistogramRecord,
     Measurement,
     ModuleRecord,
     Sample,
     Signal,
 )
+from torchinstruments.statistics.histograms import HistogramReducer
 from torchinstruments.statistics.reducers import Reducer, default_reducers
 
 
@@ -103,6 +106,10 @@ class MemorySession:
         """All gradients, in the order of delivery."""
         return [m for sample in self.samples() for m in sample.measurements if m.signal is not Signal.OUTPUT]
 
+    def histograms(self) -> list[HistogramRecord]:
+        """All histograms, in the order of delivery."""
+        return [h for sample in self.samples() for h in sample.histograms]
+
 
 def no_selector_error(name: str, error: BaseException) -> None:
     """Fails the test."""
@@ -121,11 +128,17 @@ def observe(
     scale: ScaleSource | None = None,
     companions: Sequence[Companion] = (),
     on_selector_error: Callable[[str, BaseException], None] = no_selector_error,
+    histograms: Sequence[HistogramReducer] = (),
+    histogram_selector: Selector | None = None,
+    max_histogram_modules: int = 8,
+    capture_direct_forwards: bool = False,
 ) -> Observer:
     """Attaches an observer that measures every forward."""
+    chosen = selector or leaf_modules()
+    layers = select_layers(model, chosen, on_selector_error)
     probe = RootProbe(
         model,
-        layers=select_layers(model, selector or leaf_modules(), on_selector_error),
+        layers=layers,
         sampler=sampler or AlwaysSampler(),
         reducers=default_reducers() if reducers is None else reducers,
         session=session,
@@ -133,6 +146,10 @@ def observe(
         faults=Faults(policy, session.put_error),
         scale=scale,
         companions=companions,
+        histograms=histograms,
+        focus=select_focus(layers, histogram_selector, max_histogram_modules, on_selector_error),
+        selector=chosen,
+        capture_direct_forwards=capture_direct_forwards,
     )
     observer = Observer(probe)
     observer.attach(model)
@@ -149,6 +166,17 @@ def value(measurement: Measurement, metric: str = "mean") -> float:
 def num_hooks(model: nn.Module) -> int:
     """Forward hooks and pre-hooks in the whole model."""
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def traces(model: nn.Module) -> dict[str, list[str]]:
+    """What a telemetry package may leave in modules below the model: hooks, and entries like a forward."""
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        own = [key for key in ("forward", "__getstate__", "_compiled_call_impl") if key in vars(module)]
+        hooks = [key for key in ("_forward_hooks", "_forward_pre_hooks") if vars(module)[key]]
+        if module is not model and own + hooks:
+            found[name] = own + hooks
+    return found
 
 
 class Recorder(nn.Module):

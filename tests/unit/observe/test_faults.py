@@ -91,3 +91,20 @@ def test_an_error_that_cannot_be_read_or_kept_is_counted_all_the_same() -> None:
     faults = Faults(ErrorPolicy.IGNORE, broken)
     faults.report("forward", "fc", UnreadableError())
     assert faults.total == 1
+
+
+def test_a_notice_is_kept_counted_warned_of_once_and_never_raised() -> None:
+    """Not even where errors are raised; one that is not worth a warning is only kept."""
+    kept: list[ErrorRecord] = []
+    faults = Faults(ErrorPolicy.RAISE, kept.append)
+    with pytest.warns(RuntimeWarning, match="torchinstruments: three calls were missed"):
+        faults.notice("bypassed", "", "three calls were missed")
+    faults.notice("bypassed", "", "four calls were missed")
+    faults.notice("tracing", "", "a trace", is_worth_a_warning=False)
+    assert faults.take_pending() is None
+    assert faults.counts == {"bypassed": 2, "tracing": 1}
+    assert [(record.probe, record.message) for record in kept] == [
+        ("bypassed", "three calls were missed"),
+        ("bypassed", "four calls were missed"),
+        ("tracing", "a trace"),
+    ]

@@ -2,16 +2,21 @@
 
 import gc
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from torchinstruments.observe.observation import absence_metrics
-from torchinstruments.records import Scope
+from torchinstruments.records import Scope, Signal
+from torchinstruments.statistics.batching import ScalarBatch
+from torchinstruments.statistics.histograms import HistogramReducer, histogram
 from torchinstruments.statistics.profile import PROFILE_METRICS, ExactProfile
 from unit.observe.memory import MemorySession, Recorder, observe, value
+
+NOT_REACHED = "no_gradient: none came, or a view was changed in place, which loses its hook"
 
 
 def without_names(tensor: torch.Tensor) -> Mapping[str, float]:
@@ -77,3 +82,94 @@ def test_an_empty_and_a_meta_tensor_say_what_they_are(session: MemorySession) ->
     empty, meta = session.outputs()
     assert (set(empty.reasons), empty.shape) == ({"empty"}, (0,))
     assert (set(meta.reasons), meta.shape, meta.device) == ({"meta_tensor"}, (3,), "meta")
+
+
+def test_layers_in_focus_have_histograms_of_outputs_and_gradients(session: MemorySession) -> None:
+    """Each as numpy counts it, with the tensor's identity; other layers have none."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    observe(model, session, histograms=(histogram(name="spread", bins=5),), max_histogram_modules=2)
+    x = torch.randn(16, 4)
+    hidden = model[0](x)
+    model(x).sum().backward()
+    found = session.histograms()
+    assert [(h.layer, h.signal, h.tensor_path, h.name) for h in found] == [
+        ("0", Signal.OUTPUT, "output", "spread"),
+        ("1", Signal.OUTPUT, "output", "spread"),
+        ("1", Signal.OUTPUT_GRADIENT, "grad_output", "spread"),
+        ("0", Signal.OUTPUT_GRADIENT, "grad_output", "spread"),
+    ]
+    values = hidden.detach().double().numpy()
+    counts, edges = np.histogram(values, bins=5)
+    first = found[0]
+    assert first.counts == tuple(counts)
+    assert first.edges == pytest.approx(tuple(edges))
+    assert (first.minimum, first.maximum) == (values.min(), values.max())
+    assert first.total == pytest.approx(values.sum())
+    assert (first.finite_count, first.nonfinite_count, first.mode) == (128, 0, "train")
+    outputs = [m for m in session.outputs() if m.layer == "0"]
+    assert first.timestamp_us == outputs[0].timestamp_us
+    assert session.errors == []
+
+
+def test_the_cadence_of_a_histogram_counts_samples(session: MemorySession) -> None:
+    """The first sample has it, and the backward of a sample goes with its forward."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    observe(model, session, histograms=(histogram(name="all"), histogram(name="third", every_n_samples=3)))
+    for _ in range(4):
+        model(torch.randn(3, 2)).sum().backward()
+    assert [(s.ordinal, s.backward_index, [h.name for h in s.histograms]) for s in session.samples()] == [
+        (0, None, ["all", "third"]),
+        (0, 0, ["all", "third"]),
+        (1, None, ["all"]),
+        (1, 0, ["all"]),
+        (2, None, ["all"]),
+        (2, 0, ["all"]),
+        (3, None, ["all", "third"]),
+        (3, 0, ["all", "third"]),
+    ]
+
+
+def test_a_histogram_that_cannot_be_had_has_the_reason(session: MemorySession) -> None:
+    """Of the tensor where there is one, else of the row beside it."""
+
+    def odd(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x[:0], x * torch.nan, x.to_sparse()
+
+    model = nn.Sequential(Recorder(odd))
+    observe(model, session, histograms=(histogram(bins=4),))
+    output = model(torch.ones(2, 2, requires_grad=True))
+    output[1].sum().backward()
+    assert {(h.signal.value, h.tensor_path): h.unavailable_reason for h in session.histograms()} == {
+        ("output", "output.0"): "empty",
+        ("output", "output.1"): "no_finite_entries",
+        ("output", "output.2"): "unsupported_layout: sparse_coo",
+        ("output_gradient", "grad_output.0"): NOT_REACHED,
+        ("output_gradient", "grad_output.1"): "",
+        ("output_gradient", "grad_output.2"): "unsupported_layout: sparse_coo",
+    }
+    assert {h.name for h in session.histograms()} == {"distribution"}
+
+
+def test_layers_out_of_focus_pay_nothing_for_histograms(
+    session: MemorySession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only tensors of layers in focus are asked for them, and none where no histogram is due."""
+    asked: list[bool | Sequence[HistogramReducer]] = []
+    add = ScalarBatch.add
+
+    def note(
+        self: ScalarBatch, tensor: torch.Tensor, *, histograms: bool | Sequence[HistogramReducer] = False
+    ) -> int:
+        asked.append(histograms)
+        return add(self, tensor, histograms=histograms)
+
+    monkeypatch.setattr(ScalarBatch, "add", note)
+    model = nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU())
+
+    def second(name: str, module: nn.Module) -> bool:
+        return name == "1"
+
+    observe(model, session, histograms=(histogram(every_n_samples=2),), histogram_selector=second)
+    for _ in range(2):
+        model(torch.ones(2))
+    assert asked == [False, True, False, False, False, False]

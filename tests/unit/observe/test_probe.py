@@ -198,9 +198,9 @@ def test_an_error_of_the_observer_itself_stays_inside(
     def broken(model: nn.Module) -> frozenset[int]:
         raise RuntimeError("bug")
 
-    monkeypatch.setattr(probe, "inside_compiled", broken)
     model = nn.Sequential(nn.Linear(2, 2))
     observer = observe(model, session)
+    monkeypatch.setattr(probe, "inside_compiled", broken)
     with pytest.warns(RuntimeWarning, match="forward failed in the model: RuntimeError: bug"):
         model(torch.ones(1, 2))
     assert observer.counters.errors == {"forward": 1}

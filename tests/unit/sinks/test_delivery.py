@@ -11,10 +11,18 @@ from dataclasses import dataclass, field
 import pytest
 from typing_extensions import override
 
-from torchinstruments.records import AttemptRecord, ErrorRecord, ModuleRecord, RunRecord, Sample
+from torchinstruments.records import (
+    AttemptRecord,
+    Claim,
+    ErrorRecord,
+    Identity,
+    ModuleRecord,
+    RunRecord,
+    Sample,
+)
 from torchinstruments.sinks.delivery import THREAD_NAME, Delivery
 from torchinstruments.sinks.outbox import BoundedOutbox
-from unit.store.material import attempt, forward, module, run_record
+from unit.store.material import attempt, claim, forward, identity, module, run_record
 
 WAIT_S = 30.0
 
@@ -466,3 +474,26 @@ def test_an_interpreter_that_ends_flushes_what_is_open(ending: str) -> None:
 
     closed = ending.startswith("delivery")
     assert (result.stdout, result.stderr) == (f"[7] {closed} {not closed}\n", "")
+
+
+def test_sinks_that_ask_learn_which_rank_they_serve() -> None:
+    """Before they begin; those that do not ask are not bothered, and one that fails at it is left out."""
+
+    class Asking(PlainSink):
+        def place(self, identity: Identity, claim: Claim) -> None:
+            self.seen.append(("place", identity.rank, claim.first_sample_id))
+
+    class Failing(Asking):
+        @override
+        def place(self, identity: Identity, claim: Claim) -> None:
+            raise RuntimeError("broken place")
+
+    asking, plain, failing = Asking(), PlainSink(), Failing()
+    delivery = Delivery()
+    delivery.start(run_record(), [failing, asking, plain], identity=identity(3), claim=claim(1))
+    delivery.close(WAIT_S)
+
+    assert asking.seen == [("place", 3, 1_000_000_000), ("initialize", "run-1", 0), ("close",)]
+    assert plain.seen == [("initialize", "run-1", 0), ("close",)]
+    assert failing.seen == []
+    assert str(delivery.pending_error()) == "broken place"

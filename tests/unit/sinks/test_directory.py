@@ -1,41 +1,53 @@
 """The run's folder as a sink."""
 
+import dataclasses
+import os
 from pathlib import Path
 
 import polars as pl
 
-from torchinstruments.records import ErrorRecord, Sample
+from torchinstruments.records import ErrorRecord
 from torchinstruments.sinks.delivery import Delivery
-from torchinstruments.sinks.directory import DirectorySink
+from torchinstruments.sinks.directory import RankFolderSink
+from torchinstruments.sinks.event_files import HistogramFiles, _file_version
 from torchinstruments.sinks.sink import TelemetrySink
 from torchinstruments.store.local import LocalStorage
 from torchinstruments.store.run import open_run
+from torchinstruments.store.segments import SegmentFiles
+from unit.sinks.deliveries import Resolved, histogram_record, missing_record, with_histograms
+from unit.sinks.event_reading import read_histograms
 from unit.store.folders import begin_run, samples, writer
 from unit.store.material import attempt, module, run_record
 
 
-def directory_sink(folder: Path, *, copies: bool = True) -> DirectorySink:
+def directory_sink(folder: Path, *, copies: bool = True) -> RankFolderSink:
     """Returns the sink of rank 0 into a run's folder."""
     storage = LocalStorage(str(folder))
     begin_run(storage)
-    return DirectorySink(writer(storage, 0), folder / "rank-000" if copies else None)
+    return RankFolderSink(writer(storage, 0), folder / "rank-000" if copies else None)
 
 
-class Resolved:
-    """A sample whose scalars are on the host."""
+def sink_with_histograms(
+    folder: Path, told: list[tuple[str, str]] | None = None, *, first_sample_id: int = 0
+) -> RankFolderSink:
+    """Returns the sink of rank 0 with event files; failures to write them are kept."""
+    storage = LocalStorage(str(folder))
+    begin_run(storage)
 
-    def __init__(self, sample: Sample) -> None:
-        self.sample = sample
-        self.num_scalars = sum(len(one.metrics) for one in sample.measurements)
+    def report(probe: str, error: Exception) -> None:
+        if told is not None:
+            told.append((probe, type(error).__name__))
 
-    def resolve(self) -> Sample:
-        """Returns the sample."""
-        return self.sample
+    files = SegmentFiles(
+        folder / "rank-000" / "tensorboard", host="node-a", process="00000000", header=_file_version
+    )
+    histograms = HistogramFiles(files, first_sample_id=first_sample_id)
+    return RankFolderSink(writer(storage, 0), None, histograms=histograms, report=report)
 
 
 def test_a_directory_sink_takes_what_stands_around_samples_too() -> None:
     """The writer thread recognises it by its methods."""
-    assert issubclass(DirectorySink, TelemetrySink)
+    assert issubclass(RankFolderSink, TelemetrySink)
 
 
 def test_what_is_put_lies_in_the_folder_after_the_close(tmp_path: Path) -> None:
@@ -102,3 +114,89 @@ def test_finishing_twice_gives_the_same_answer(tmp_path: Path) -> None:
 
     assert sink.finish(5.0, complete=True)
     assert sink.finish(5.0, complete=True)
+
+
+def test_histograms_lie_beside_the_rows(tmp_path: Path) -> None:
+    """The directory of the rank is what TensorBoard is pointed to; readers of the run leave it alone."""
+    sink = sink_with_histograms(tmp_path, first_sample_id=10)
+    sink.initialize(run_record(), ())
+    for sample in samples():
+        sink.observe(with_histograms(sample, histogram_record()))
+
+    assert sink.flush()
+    assert sink.finish(5.0, complete=True)
+
+    (events,) = read_histograms(tmp_path / "rank-000" / "tensorboard").values()
+    assert [event.step for event in events] == [10, 10, 11, 11, 12, 12]
+    run = open_run(str(tmp_path))
+    assert run.quarantined == ()
+    assert run.inventory.strange == ()
+    assert run.history().collect().height == 36
+
+
+def test_a_missing_histogram_is_an_error_with_its_reason_listed_once(tmp_path: Path) -> None:
+    """It is counted every time; another reason or another tensor is listed too."""
+    sink = sink_with_histograms(tmp_path)
+    sink.initialize(run_record(), ())
+    for ordinal in range(3):
+        missing = (missing_record("empty"), missing_record("unsupported_dtype: complex64", layer="b"))
+        sink.observe(with_histograms(samples()[2 * ordinal], histogram_record(), *missing))
+    sink.finish(5.0, complete=True)
+
+    (manifest,) = open_run(str(tmp_path)).manifests
+    assert manifest.counters.errors == {"histogram": 6}
+    assert [(one.probe, one.module, one.type, one.message) for one in manifest.errors] == [
+        ("histogram", "block/0", "empty", "distribution of output: empty"),
+        ("histogram", "b", "unsupported_dtype", "distribution of output: unsupported_dtype: complex64"),
+    ]
+
+
+def test_histograms_that_cannot_be_written_harm_no_row(tmp_path: Path) -> None:
+    """A file where the folder should be: each histogram is counted, the owner is told once."""
+    (tmp_path / "rank-000").mkdir()
+    (tmp_path / "rank-000" / "tensorboard").write_text("in the way")
+    told: list[tuple[str, str]] = []
+    sink = sink_with_histograms(tmp_path, told)
+    sink.initialize(run_record(), ())
+    for sample in samples():
+        sink.observe(with_histograms(sample, histogram_record(), histogram_record("b")))
+    assert sink.finish(5.0, complete=True)
+
+    assert told == [("storage", "FileExistsError")]
+    run = open_run(str(tmp_path))
+    assert run.history().collect().height == 36
+    assert run.manifests[0].counters.errors == {"histogram": 12}
+    assert [one.type for one in run.manifests[0].errors] == ["FileExistsError", "FileExistsError"]
+
+
+def test_event_files_that_were_deleted_are_told_at_the_flush(tmp_path: Path) -> None:
+    """The kernel takes writes to a file that nobody will ever see."""
+    told: list[tuple[str, str]] = []
+    sink = sink_with_histograms(tmp_path, told)
+    sink.initialize(run_record(), ())
+    sink.observe(with_histograms(samples()[0], histogram_record()))
+    (path,) = (tmp_path / "rank-000" / "tensorboard").iterdir()
+    os.unlink(path)
+
+    assert not sink.flush()
+    sink.observe(with_histograms(samples()[2], histogram_record()))
+    assert sink.flush()
+
+    assert told == [("storage", "FileNotFoundError")]
+    (events,) = read_histograms(tmp_path / "rank-000" / "tensorboard").values()
+    assert [event.step for event in events] == [1]
+
+
+def test_a_record_that_cannot_be_encoded_takes_no_other_with_it(tmp_path: Path) -> None:
+    """It is missing with what went wrong."""
+    sink = sink_with_histograms(tmp_path)
+    sink.initialize(run_record(), ())
+    broken = dataclasses.replace(histogram_record("broken"), edges=(0.0,))
+    sink.observe(with_histograms(samples()[0], broken, histogram_record("fine")))
+    sink.finish(5.0, complete=True)
+
+    assert list(read_histograms(tmp_path / "rank-000" / "tensorboard")) == [
+        "torchinstruments/modules/fine/call_0/output/histograms/distribution"
+    ]
+    (error,) = open_run(str(tmp_path)).manifests[0].errors
+    assert (error.module, error.type) == ("broken", "ValueError")

@@ -2,7 +2,11 @@
 
 Its tensors say that they are on the device ``ipu``, for which torch needs no driver and has no kernels. Each
 operation on them runs on the CPU memory behind them, after it was checked: nothing may be read on the host,
-no shape may depend on data, and no tensor of the host may take part other than a number.
+no shape may depend on data, and no tensor of the host may take part other than a number. Whole copies to the
+host are counted; only the thread that may wait for them should make one.
+
+Fake tensors do not see all of this: ``histc`` and ``linspace`` between tensors, copies in both directions,
+``quantile`` and ``kthvalue`` run on them without a word.
 """
 
 from typing import Any, Self
@@ -16,6 +20,7 @@ DEVICE = torch.device("ipu")
 
 WAITING_OPERATIONS = frozenset(
     {
+        "_index_put_impl_",
         "_local_scalar_dense",
         "_unique2",
         "allclose",
@@ -24,15 +29,22 @@ WAITING_OPERATIONS = frozenset(
         "histc",
         "histogram",
         "index",
+        "index_put",
         "index_put_",
         "is_nonzero",
         "item",
         "kthvalue",
         "lift_fresh",
+        "linspace",
+        "logspace",
+        "masked_scatter",
+        "masked_scatter_",
         "masked_select",
+        "mode",
         "median",
         "nonzero",
         "quantile",
+        "nanmedian",
         "nanquantile",
         "repeat_interleave",
         "unique_consecutive",
@@ -77,7 +89,21 @@ class AcceleratorTensor(torch.Tensor):
 
 
 class Accelerator(TorchDispatchMode):
-    """While it is active, new tensors can be made on the pretended device."""
+    """While it is active, new tensors can be made on the pretended device.
+
+    Attributes:
+        num_host_copies: Copies to the host since the last one was entered; also those that are made where
+            modes are disabled.
+    """
+
+    num_host_copies = 0
+
+    @override
+    def __enter__(self) -> Self:
+        """Counts from zero."""
+        Accelerator.num_host_copies = 0
+        super().__enter__()
+        return self
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,6 +124,8 @@ def run_on_memory(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             tensor for tensor in tensors if not isinstance(tensor, AcceleratorTensor) and tensor.ndim
         ]
         assert not strangers, f"{name} mixes tensors of the host and of the device"
+        is_to_host = not stays or (name == "copy_" and not isinstance(args[0], AcceleratorTensor))
+        Accelerator.num_host_copies += is_to_host
     if target is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
 

@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typing_extensions import override
 
 from torchinstruments.records import Absent
+from torchinstruments.statistics import batching
 from torchinstruments.statistics.batching import MeasuredScalars, ScalarBatch
 from torchinstruments.statistics.contract import Reducer, Scalar
+from torchinstruments.statistics.histograms import HistogramReducer, MeasuredHistogram, histogram
 from torchinstruments.statistics.isolation import isolated
 from torchinstruments.statistics.profile import PROFILE_METRICS, ExactProfile
-from torchinstruments.statistics.reducers import default_reducers
+from torchinstruments.statistics.reducers import default_reducers, max_abs, mean, rms
 from unit.statistics.accelerator import Accelerator, put
 
 
@@ -304,4 +307,181 @@ def test_a_copy_that_fails_is_reported_and_named_in_every_value() -> None:
     assert set(measured.values) == {None}
     assert set(measured.reasons) == {measured.reasons[0]}
     assert measured.reasons[0].startswith("reducer_error: RuntimeError: AssertionError: cat mixes")
+    assert len(errors) == 1
+
+
+TENSORS = {
+    "small": torch.tensor([1.0, 3.0, math.nan, 0.0]),
+    "small_wide": torch.tensor([1, 3, 0, 5], dtype=torch.int64),
+    "large": torch.randn(5000, generator=torch.Generator().manual_seed(3)),
+    "large_half": torch.randn(70_000, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16),
+    "invalid": torch.full((3,), math.nan),
+    "empty": torch.empty(0),
+}
+PAIR = (histogram(bins=5), histogram(name="unit", bins=2, value_range=(0.0, 1.0), every_n_samples=3))
+
+
+@pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS.keys())
+def test_histograms_of_a_batch_are_those_of_the_histograms_themselves(tensor: torch.Tensor) -> None:
+    """However a tensor is looked at, beside statistics, and in the order that was asked for."""
+    errors = Errors()
+    batch = ScalarBatch(default_reducers(), errors, PAIR)
+    everything, none = batch.add(tensor, histograms=True), batch.add(tensor)
+    second, first = batch.add(tensor, histograms=PAIR[1:]), batch.add(tensor, histograms=[PAIR[0]])
+    batch.seal()
+    expected = tuple(one(tensor) for one in PAIR)
+    for found, right in zip(batch.read_histograms(everything), expected, strict=True):
+        alike(found, right)
+    assert batch.read_histograms(none) == ()
+    assert [one.name for one in batch.read_histograms(second)] == ["unit"]
+    assert [one.name for one in batch.read_histograms(first)] == ["distribution"]
+    assert batch.read(everything) == batch.read(none) == batch.read(second)
+    assert (batch.num_scalars, errors) == (36, [])
+
+
+def alike(found: MeasuredHistogram, expected: MeasuredHistogram) -> None:
+    """Compares sums to rounding and everything else exactly."""
+    for name in MeasuredHistogram.__slots__:
+        value, right = getattr(found, name), getattr(expected, name)
+        if name.startswith("total") and right is not None:
+            assert value == pytest.approx(right, rel=1e-12)
+        else:
+            assert value == right, name
+
+
+def test_histograms_need_no_reducer_that_looks() -> None:
+    """Beside plain functions, a batch looks at the tensor for the histogram alone."""
+    batch = ScalarBatch((returning({"x": 1.0}),), Errors(), PAIR)
+    index = batch.add(torch.tensor([0.0, 4.0]), histograms=True)
+    batch.seal()
+    assert [one.finite_count for one in batch.read_histograms(index)] == [2, 2]
+    assert batch.read(index).metrics == ("x",)
+
+
+def test_on_a_device_histograms_come_with_the_scalars_in_the_one_copy() -> None:
+    """Nothing waits before the batch is sealed, and each device sends once."""
+    tensor = TENSORS["large"][:700]
+    errors = Errors()
+    with Accelerator() as accelerator:
+        batch = ScalarBatch(default_reducers(), errors, PAIR)
+        index, nothing = (
+            batch.add(put(one), histograms=True) for one in (tensor, torch.full((4,), math.nan))
+        )
+        batch.seal()
+        assert accelerator.num_host_copies == 0
+        found = batch.read_histograms(index)
+        batch.read(index)
+        assert [one.unavailable_reason for one in batch.read_histograms(nothing)] == ["no_finite_entries"] * 2
+        assert accelerator.num_host_copies == 1
+    for one, histogram_reducer in zip(found, PAIR, strict=True):
+        alike(one, histogram_reducer(tensor))
+    assert errors == []
+
+
+def test_a_copy_that_fails_is_named_in_every_histogram() -> None:
+    """What became of it stands where the counts would be."""
+    errors = Errors()
+    with Accelerator():
+        batch = ScalarBatch(default_reducers(), errors, PAIR)
+        index = batch.add(put(torch.ones(2)), histograms=True)
+        next(iter(batch._devices.values()))._parts.append(torch.ones(1))
+        batch.seal()
+    reasons = {one.unavailable_reason for one in batch.read_histograms(index)}
+    assert len(reasons) == 1
+    assert reasons.pop().startswith("reducer_error: RuntimeError: AssertionError: cat mixes")
+
+
+class Own(HistogramReducer):
+    """A histogram that computes itself, or does not."""
+
+    @override
+    def __call__(self, tensor: torch.Tensor, /) -> Any:
+        """Raises, or returns what its name says."""
+        if self.name == "raises":
+            raise ZeroDivisionError("no")
+        if self.name == "nothing":
+            return None
+        assert not tensor.requires_grad
+        return MeasuredHistogram(self.name, (0.0, 1.0), (1,), 0, 0, 1, 0, 0.5, 0.5, 0.5, 0.25)
+
+
+def test_histograms_that_compute_themselves_are_isolated() -> None:
+    """One that raises, or returns something else, says so in its place and is reported once."""
+    errors = Errors()
+    batch = ScalarBatch(default_reducers(), errors, (Own("raises"), histogram(), Own("nothing"), Own("fine")))
+    index = batch.add(torch.tensor([0.5]), histograms=True)
+    batch.seal()
+    raised, built_in, nothing, fine = batch.read_histograms(index)
+    assert raised.unavailable_reason == "reducer_error: ZeroDivisionError: no"
+    assert nothing.unavailable_reason == (
+        "reducer_error: TypeError: it returned NoneType, not a MeasuredHistogram"
+    )
+    assert (built_in.finite_count, fine.counts) == (1, (1,))
+    assert [probe for probe, _ in errors] == ["histogram", "histogram"]
+
+
+@pytest.mark.parametrize("size", [50, 5000])
+def test_statistics_that_share_facts_and_histograms_cost_one_look(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tensor is packed once, or measured once, whatever follows from it."""
+    looks: list[int] = []
+    measure, pack = batching.measure_on_host, batching.SmallTensors.add
+
+    def counted_measure(tensor: torch.Tensor, **wanted: Any) -> Any:
+        looks.append(tensor.numel())
+        return measure(tensor, **wanted)
+
+    def counted_pack(self: Any, tensor: torch.Tensor, rules: Any) -> Any:
+        place = pack(self, tensor, rules)
+        looks.extend([tensor.numel()] * (place is not None))
+        return place
+
+    monkeypatch.setattr(batching, "measure_on_host", counted_measure)
+    monkeypatch.setattr(batching.SmallTensors, "add", counted_pack)
+    batch = ScalarBatch((*default_reducers(), rms(), max_abs()), Errors(), PAIR)
+    index = batch.add(torch.ones(size), histograms=True)
+    batch.seal()
+    assert looks == [size]
+    assert by_name(batch.read(index))["rms"] == 1.0
+    assert len(batch.read_histograms(index)) == 2
+
+
+def test_a_look_that_fails_costs_what_follows_from_it_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lack of memory is reported once and stands in each value and histogram; a plain reducer is served."""
+
+    def exhausted(tensor: torch.Tensor, **wanted: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(batching, "measure_on_host", exhausted)
+    errors = Errors()
+    batch = ScalarBatch((mean(), rms(), returning({"x": 1.0})), errors, (histogram(), Own("fine")))
+    index = batch.add(torch.ones(5000), histograms=True)
+    batch.seal()
+    reason = "reducer_error: MemoryError: no room"
+    assert by_name(batch.read(index)) == {"mean": reason, "rms": reason, "x": 1.0}
+    assert [one.unavailable_reason for one in batch.read_histograms(index)] == [reason, ""]
+    assert len(errors) == 1
+
+
+def test_small_tensors_that_cannot_be_measured_are_reported_once_and_say_so() -> None:
+    """The others of the batch have their values."""
+    errors = Errors()
+    batch = ScalarBatch(default_reducers(), errors, PAIR)
+    index, other = batch.add(torch.ones(20), histograms=True), batch.add(torch.ones(300))
+    batch._small._open[torch.float32, 32]._sizes.append(10**6)
+    batch.seal()
+    assert set(batch.read(index).reasons) == {batch.read(index).reasons[0]}
+    assert batch.read(index).reasons[0].startswith("reducer_error: RuntimeError: IndexError")
+    assert batch.read_histograms(index)[0].unavailable_reason == batch.read(index).reasons[0]
+    assert by_name(batch.read(other))["max"] == 1.0
+    assert len(errors) == 1
+
+
+def test_a_duplicate_of_a_statistic_that_follows_from_facts_has_a_name_of_its_own() -> None:
+    """The first one keeps the name, whichever kind of reducer it came from."""
+    measured, errors = measure(returning({"mean": 5.0}), mean(), rms())
+    found = by_name(measured)
+    assert (found["mean"], found["rms"]) == (5.0, 5**0.5)
+    assert found["MomentReducer.mean"] == "reducer_error: duplicate metric 'mean'"
     assert len(errors) == 1

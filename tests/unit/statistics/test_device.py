@@ -1,15 +1,23 @@
 """The device path: nothing that waits, no shape that depends on data, the numbers of the host path."""
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from torchinstruments.records import Absent
-from torchinstruments.statistics.device import accumulation_dtype, device_profile, pack_profile, working_dtype
-from torchinstruments.statistics.profile import PROFILE_METRICS, ExactProfile
-from unit.statistics.accelerator import Accelerator, put
+from torchinstruments.statistics.bins import BinRule, sorted_counts
+from torchinstruments.statistics.device import accumulation_dtype, pack_facts, working_dtype
+from torchinstruments.statistics.facts import EMPTY, moment_values, named_values
+from torchinstruments.statistics.host import measure_on_host
+from torchinstruments.statistics.measured import Measured
+from torchinstruments.statistics.profile import ExactProfile
+from unit.statistics.accelerator import Accelerator, operation_name, put
 
 DTYPES = (
     torch.float16,
@@ -40,32 +48,90 @@ def sample(dtype: torch.dtype) -> torch.Tensor:
     return entries.to(dtype).view(30, 50)
 
 
+RULES = (BinRule(8), BinRule(5, (-1.0, 2.5)))
+
+
+def alike(found: Measured, expected: Measured) -> None:
+    """Compares what a device found with what the host finds: moments to rounding, all else exactly."""
+    values, right = named_values(found.facts), named_values(expected.facts)
+    for metric, value in right.items():
+        assert values[metric] == (value if isinstance(value, Absent) else pytest.approx(value, rel=1e-12))
+    moments, wanted = found.facts.moments, expected.facts.moments
+    assert (moments.total, moments.total_of_squares) == pytest.approx(
+        (wanted.total, wanted.total_of_squares), rel=1e-12
+    )
+    for one, other in zip(found.binned, expected.binned, strict=True):
+        assert one.edges.tolist() == other.edges.tolist()
+        assert one.up_to.tolist() == other.up_to.tolist()
+
+
+def on_host(tensor: torch.Tensor) -> Measured:
+    """Returns what the host finds, histograms too."""
+    return measure_on_host(tensor, is_ordered=True, rules=RULES, max_scratch_bytes=1 << 28)
+
+
 @every_scratch
 @every_dtype
 def test_nothing_in_it_makes_training_wait(dtype: torch.dtype, max_scratch_bytes: int) -> None:
     """Every operation runs on an accelerator that refuses reads, data-dependent shapes and host tensors."""
-    expected = ExactProfile()(sample(dtype))
     with Accelerator():
-        packed = pack_profile(put(sample(dtype)).t(), max_scratch_bytes=max_scratch_bytes)
+        packed = pack_facts(
+            put(sample(dtype)).t(), is_ordered=True, rules=RULES, max_scratch_bytes=max_scratch_bytes
+        )
         assert packed.scalars.device.type == "ipu"
+        assert Accelerator.num_host_copies == 0
         numbers = packed.scalars.cpu().tolist()
-    found = packed.finish(numbers)
-    assert list(found) == list(PROFILE_METRICS)
-    assert found == pytest.approx(dict(expected), rel=1e-12)
+        assert Accelerator.num_host_copies == 1
+    alike(packed.finish(numbers), on_host(sample(dtype)))
+
+
+@pytest.mark.parametrize("max_scratch_bytes", [1 << 28, 64 * 100])
+@every_dtype
+def test_without_an_order_nothing_makes_training_wait_either(
+    dtype: torch.dtype, max_scratch_bytes: int
+) -> None:
+    """Sums alone are queued in the same way, and sort nothing."""
+    with Accelerator() as accelerator, Operations() as operations:
+        packed = pack_facts(put(sample(dtype)).t(), is_ordered=False, max_scratch_bytes=max_scratch_bytes)
+        assert accelerator.num_host_copies == 0
+        numbers = packed.scalars.cpu().tolist()
+    assert operations.names.isdisjoint({"sort", "topk", "scatter_add_", "searchsorted"})
+    expected = moment_values(on_host(sample(dtype)).facts)
+    assert moment_values(packed.finish(numbers).facts) == pytest.approx(dict(expected), rel=1e-12)
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Notes one operation and runs it."""
+        self.names.add(operation_name(func))
+        return func(*args, **(kwargs or {}))
 
 
 def test_the_refusing_accelerator_refuses() -> None:
     """A host read, a host tensor and a data-dependent shape each fail the test that does them."""
-    with Accelerator():
+    with Accelerator() as accelerator:
         numbers = put(torch.tensor([1.0, 2.0]))
         for wait in (
             lambda: numbers.sum().item(),
             lambda: bool(numbers.sum() > 1),
             lambda: torch.masked_select(numbers, numbers > 1),
             lambda: numbers + torch.ones(2),
+            lambda: torch.histc(numbers),
+            lambda: torch.linspace(numbers.min(), numbers.max(), 3, device="ipu"),
+            lambda: torch.kthvalue(numbers, 1),
         ):
             with pytest.raises(AssertionError):
                 wait()
+        assert accelerator.num_host_copies == 0
+        assert numbers.cpu().tolist() == [1.0, 2.0]
+        assert accelerator.num_host_copies == 1
 
 
 @every_scratch
@@ -74,9 +140,11 @@ def test_it_runs_on_fake_cuda_tensors(dtype: torch.dtype, max_scratch_bytes: int
     """Shapes and dtypes follow without data, on a device that this torch was not built for."""
     with FakeTensorMode():
         tensor = torch.empty((30, 50), dtype=dtype, device="cuda").t()
-        packed = pack_profile(tensor, max_scratch_bytes=max_scratch_bytes)
-    assert (packed.scalars.shape, packed.scalars.dtype) == ((14,), torch.float64)
-    assert packed.scalars.device.type == "cuda"
+        packed = pack_facts(tensor, is_ordered=True, rules=RULES, max_scratch_bytes=max_scratch_bytes)
+        sums = pack_facts(tensor, is_ordered=False, max_scratch_bytes=max_scratch_bytes)
+    assert (packed.scalars.shape, packed.scalars.dtype) == ((16 + 3 * 9 + 3 * 6,), torch.float64)
+    assert sums.scalars.shape == (10,)
+    assert packed.scalars.device.type == sums.scalars.device.type == "cuda"
 
 
 @every_scratch
@@ -86,31 +154,82 @@ def test_without_float64_counts_and_extremes_are_exact_all_the_same(
 ) -> None:
     """In float32 the moments are as good as float32 is, and nothing else loses anything."""
     tensor = sample(torch.float32).abs().to(dtype) if dtype is torch.uint16 else sample(dtype)
-    packed = pack_profile(tensor, max_scratch_bytes=max_scratch_bytes)
-    narrow = device_profile(tensor, 1, accumulate=torch.float32, max_scratch_bytes=max_scratch_bytes)
-    assert narrow.dtype is torch.float32
-    found, expected = packed.finish(narrow.tolist()), dict(ExactProfile()(tensor))
+    packed = pack_facts(
+        tensor, is_ordered=True, rules=RULES, max_scratch_bytes=max_scratch_bytes, accumulate=torch.float32
+    )
+    assert packed.scalars.dtype is torch.float32
+    found, expected = packed.finish(packed.scalars.tolist()), on_host(tensor)
+    values, wanted = named_values(found.facts), dict(named_values(expected.facts))
     for name in ("min", "max", "zero_fraction", "nonfinite_fraction"):
-        assert found[name] == expected[name]
-    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert values[name] == wanted[name]
+    assert values == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    entries = np.sort(tensor.to(torch.float64).flatten().numpy())
+    for one in found.binned:
+        assert (np.diff(one.edges) > 0).all()
+        assert one.up_to.tolist() == sorted_counts(entries[np.isfinite(entries)], one.edges).tolist()
+
+
+def narrow(tensor: torch.Tensor, **wanted: Any) -> Measured:
+    """Returns what a device without float64 finds."""
+    packed = pack_facts(
+        tensor, is_ordered=True, max_scratch_bytes=1 << 30, accumulate=torch.float32, **wanted
+    )
+    return packed.finish(packed.scalars.tolist())
 
 
 def test_without_float64_large_and_small_floats_keep_their_deviation() -> None:
-    """Squares of 1e30 and of 1e-30 leave float32; the deviation does not."""
+    """Squares of 1e30 and of 1e-30 leave float32; the deviation and the sum of squares do not."""
     for size in (1e30, 1e-30):
-        tensor = torch.tensor([-size, size, size, -size])
-        numbers = device_profile(tensor, 1, accumulate=torch.float32, max_scratch_bytes=1 << 20).tolist()
-        found = pack_profile(tensor, max_scratch_bytes=1 << 20).finish(numbers)
-        assert found["std"] == pytest.approx(size, rel=1e-6)
+        found = narrow(torch.tensor([-size, size, size, -size])).facts.moments
+        assert found.std == pytest.approx(size, rel=1e-6)
+        assert found.total_of_squares == pytest.approx(4 * size * size, rel=1e-6)
 
 
 def test_counts_above_2_to_the_24_survive_float32() -> None:
     """A count travels in two halves, each of which float32 holds."""
     tensor = torch.zeros(2**24 + 3, dtype=torch.int8)
     tensor[5] = 1
-    numbers = device_profile(tensor, 1, accumulate=torch.float32, max_scratch_bytes=1 << 30)
-    found = pack_profile(tensor, max_scratch_bytes=1 << 30).finish(numbers.tolist())
-    assert found["zero_fraction"] == (2**24 + 2) / (2**24 + 3)
+    found = narrow(tensor, rules=(BinRule(2, (-1.0, 1.0)),))
+    assert found.facts.num_zero == 2**24 + 2
+    assert found.binned[0].up_to.tolist() == [0, 0, 2**24 + 3]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [7.0, 7.0],
+        [0.0, -0.0],
+        [1.0, math.nextafter(1.0, 2.0)],
+        [5e-324, 1e-323],
+        [-1e100, 1e100, math.nan],
+        [math.nan, math.inf],
+        [1e8, 1e8 + 1e-8],
+    ],
+)
+def test_ranges_of_any_width_have_the_edges_of_the_host(entries: list[float]) -> None:
+    """Constant, narrow and huge ranges are widened on the device as they are on the host."""
+    tensor = torch.tensor(entries, dtype=torch.float64)
+    packed = pack_facts(tensor, is_ordered=True, rules=RULES, max_scratch_bytes=1 << 20)
+    alike(packed.finish(packed.scalars.tolist()), on_host(tensor))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [2**63 - 1, 2**63 - 1],
+        [-(2**63), 2**63 - 1, 0],
+        [2**62 + 1, 2**62 + 3],
+        [-(2**62) - 1, 5],
+        [2**53 + 1, 2**53 + 1],
+    ],
+)
+def test_whole_numbers_beyond_float64_fall_into_the_bins_of_the_host(entries: list[int]) -> None:
+    """Edges reach around the extremes, and comparisons with them are those of whole numbers."""
+    tensor = torch.tensor(entries, dtype=torch.int64)
+    packed = pack_facts(tensor, is_ordered=True, rules=RULES, max_scratch_bytes=1 << 20)
+    found, expected = packed.finish(packed.scalars.tolist()), on_host(tensor)
+    assert [one.edges.tolist() for one in found.binned] == [one.edges.tolist() for one in expected.binned]
+    assert [one.up_to.tolist() for one in found.binned] == [one.up_to.tolist() for one in expected.binned]
 
 
 def test_called_directly_the_profile_reads_its_result() -> None:
@@ -121,15 +240,16 @@ def test_called_directly_the_profile_reads_its_result() -> None:
 
 def test_an_empty_tensor_sends_nothing() -> None:
     """It has no numbers to bring, and says that it is empty."""
-    packed = pack_profile(torch.empty(0), max_scratch_bytes=1 << 20)
+    packed = pack_facts(torch.empty(0), is_ordered=True, rules=RULES, max_scratch_bytes=1 << 20)
     assert packed.scalars.numel() == 0
-    assert packed.finish([])["nonfinite_fraction"] == Absent("empty")
+    assert packed.finish([]) == Measured(EMPTY)
 
 
 def test_uint64_is_measured_in_float64() -> None:
     """The one dtype that devices hardly know is rounded to 53 bits, and still measured."""
-    packed = pack_profile(torch.tensor([2**63, 2**63 + 2**40], dtype=torch.uint64), max_scratch_bytes=1 << 20)
-    assert packed.finish(packed.scalars.tolist())["max"] == float(2**63 + 2**40)
+    tensor = torch.tensor([2**63, 2**63 + 2**40], dtype=torch.uint64)
+    packed = pack_facts(tensor, is_ordered=True, max_scratch_bytes=1 << 20)
+    assert packed.finish(packed.scalars.tolist()).facts.maximum == float(2**63 + 2**40)
 
 
 @every_dtype

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,7 +27,17 @@ def test_every_form_knows_counts_order_and_moments(form: Callable[[], OrderedEnt
     ordered = form()
     assert (ordered.num_finite, ordered.num_zero) == (6, 2)
     assert ordered.at([0, 1, 2, 3, 4, 5]) == [-2.0, 0.0, 0.0, 0.5, 3.0, 3.0]
-    assert ordered.moments(-2.0, 3.0, 0.0) == pytest.approx((0.75, (22.25 / 6 - 0.75**2) ** 0.5), rel=1e-15)
+    found = ordered.moments(-2.0, 3.0, 0.0)
+    assert (found.mean, found.std) == pytest.approx((0.75, (22.25 / 6 - 0.75**2) ** 0.5), rel=1e-15)
+    assert (found.total, found.total_of_squares) == (4.5, 22.25)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_every_form_counts_what_lies_below_the_edges(form: Callable[[], OrderedEntries]) -> None:
+    """An entry on an edge is not below it, unless it is the last one."""
+    counts = form().up_to_edges(np.array([-2.0, -1e-300, 0.0, 1e-300, 3.0]))
+    assert counts.tolist() == [0, 1, 1, 3, 6]
+    assert form().up_to_edges(np.array([-9.0, 2.9])).tolist() == [0, 4]
 
 
 def test_sorting_leaves_the_tensor_as_it_is() -> None:

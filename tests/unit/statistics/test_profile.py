@@ -13,8 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchinstruments.records import Absent
-from torchinstruments.statistics.facts import named_values
-from torchinstruments.statistics.host import host_facts
+from torchinstruments.statistics.batching import ScalarBatch
 from torchinstruments.statistics.profile import PROFILE_METRICS, ExactProfile
 from unit.statistics.reference import differences, reference
 
@@ -59,8 +58,28 @@ def by_device_operations(tensor: torch.Tensor, max_scratch_bytes: int) -> dict[s
     return dict(packed.finish(packed.scalars.tolist()))
 
 
+def packed_with_others(tensor: torch.Tensor) -> dict[str, float | Absent]:
+    """Goes through a batch, between two neighbours; what is too large or too wide is measured by itself."""
+    batch = ScalarBatch((ExactProfile(),), fail)
+    batch.add(torch.tensor([math.nan, 7.0, -math.inf]).to(tensor.dtype))
+    index = batch.add(tensor)
+    batch.add(torch.ones(max(1, tensor.numel()), dtype=tensor.dtype))
+    batch.seal()
+    measured = batch.read(index)
+    return {
+        metric: Absent(reason) if value is None else value
+        for metric, value, reason in zip(measured.metrics, measured.values, measured.reasons, strict=True)
+    }
+
+
+def fail(probe: str, error: BaseException) -> None:
+    """Nothing may go wrong in a batch."""
+    raise AssertionError(probe) from error
+
+
 PATHS: dict[str, Measure] = {
     "host": on_host,
+    "packed": packed_with_others,
     "host_scanned": scanned,
     "device": partial(by_device_operations, max_scratch_bytes=1 << 28),
     "device_radix": partial(by_device_operations, max_scratch_bytes=64 * 7),
@@ -296,7 +315,7 @@ def test_measuring_leaves_the_tensor_and_the_random_states_alone(path: Measure) 
 def test_a_program_that_lets_numpy_raise_is_not_interrupted() -> None:
     """Squares of tiny numbers underflow without a FloatingPointError."""
     with np.errstate(all="raise"):
-        found = named_values(host_facts(torch.tensor([1e-40, 3e-40, 1e38]), max_scratch_bytes=1 << 20))
+        found = ExactProfile()(torch.tensor([1e-40, 3e-40, 1e38]))
     assert isinstance(found["std"], float)
 
 

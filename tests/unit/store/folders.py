@@ -70,7 +70,7 @@ def write_rank(
     one = writer(
         storage, rank, process, generation=generation, alone=alone, run_id=run_id, world_size=world_size
     )
-    one.start([module(0, fired=3), module(1, fired=3)])
+    one.start(run_record(), [module(0, fired=3), module(1, fired=3)])
     for delivery in samples(rank=rank):
         one.add_sample(delivery)
     one.add_attempts([attempt(number) for number in range(3)])

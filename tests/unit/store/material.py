@@ -1,7 +1,7 @@
 """Samples, attempts, identities and targets that the tests of the store and of the sinks are made of."""
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torchinstruments.records import (
     AttemptRecord,
@@ -196,6 +196,10 @@ class HandClock:
         """Returns the time that was set."""
         return self.now_s
 
+    def sleep_ten_seconds(self) -> None:
+        """Moves it."""
+        self.now_s += 10.0
+
     def wall_us(self) -> int:
         """Returns the time that was set, as a date."""
         return START_US + int(self.now_s * 1e6)
@@ -212,6 +216,7 @@ class MemoryTarget:
         self.kept_alive = 0
         self.finished_within: list[float] = []
         self.trouble = ""
+        self.on_part: Callable[[], None] | None = None
 
     @property
     def direct(self) -> bool:
@@ -222,6 +227,8 @@ class MemoryTarget:
         """Keeps a part."""
         self._require_room()
         self.parts.append((table, num_rows, data))
+        if self.on_part is not None:
+            self.on_part()
 
     def write_document(self, name: str, data: bytes) -> None:
         """Keeps a document and those before it."""

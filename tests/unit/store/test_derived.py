@@ -12,6 +12,7 @@ from torchinstruments.store.derived import write_history_copy
 from torchinstruments.store.local import LocalStorage
 from torchinstruments.store.run import open_run
 from unit.store.folders import begin_run, samples, write_rank, writer
+from unit.store.material import run_record
 
 
 def copy_of(folder: Path) -> Path:
@@ -27,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
     storage = LocalStorage(str(tmp_path))
     begin_run(storage, generations=2)
     one = writer(storage, 0, "ffffffff", buffer_rows=1)
-    one.start(())
+    one.start(run_record(), ())
     for delivery in samples(5):
         one.add_sample(delivery)
     one.close(0)

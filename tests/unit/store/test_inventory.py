@@ -150,7 +150,7 @@ def test_a_manifest_that_cannot_be_used_is_set_aside_by_name(folder: Path, data:
 
 def test_documents_of_another_run_are_set_aside_as_foreign(folder: Path) -> None:
     """A manifest and a generation that were copied here from another run do not count."""
-    writer(LocalStorage(str(folder)), 0, "0000000f", run_id="run-2").start(())
+    writer(LocalStorage(str(folder)), 0, "0000000f", run_id="run-2").start(run_record(), ())
     (folder / "generations" / "001.json").write_bytes(encode_document(generation_record(1, "run-2")))
 
     inventory = take(folder)
@@ -203,7 +203,7 @@ def test_a_catalog_is_read_when_it_is_asked_for(folder: Path) -> None:
 
 def test_a_catalog_of_another_run_is_set_aside_as_foreign(folder: Path) -> None:
     """Its layers would be mixed with ours."""
-    writer(LocalStorage(str(folder)), 0, "0000000f", run_id="run-2").start(())
+    writer(LocalStorage(str(folder)), 0, "0000000f", run_id="run-2").start(run_record(), ())
     inventory = take(folder)
     foreign = next(file for file in inventory.ranks[0].catalogs if file.process == "0000000f")
 

@@ -18,6 +18,7 @@ from torchinstruments.store.liveness import (
 from torchinstruments.store.local import LocalStorage
 from torchinstruments.store.storage import Storage
 from unit.store.folders import begin_run, write_rank, writer
+from unit.store.material import run_record
 
 WRITTEN_S = 1_800_000_000.0
 DUE_S = 300.0
@@ -38,7 +39,7 @@ def running(tmp_path: Path) -> Path:
     """A folder with one process that has not closed, and whose files are all of one time."""
     storage = LocalStorage(str(tmp_path))
     begin_run(storage)
-    writer(storage, 0).start(())
+    writer(storage, 0).start(run_record(), ())
     for path in tmp_path.rglob("*.json"):
         os.utime(path, (WRITTEN_S, WRITTEN_S))
     return tmp_path
@@ -87,7 +88,7 @@ def test_a_closed_process_stays_closed(tmp_path: Path) -> None:
 def test_a_later_generation_ends_the_processes_of_the_one_before(running: Path) -> None:
     """A restart is seen at once, without waiting for a heartbeat to be overdue."""
     storage = LocalStorage(str(running))
-    writer(storage, 0, "0000000f", generation=1).start(())
+    writer(storage, 0, "0000000f", generation=1).start(run_record(), ())
     os.utime(running / "rank-000" / "process-0000000f.json", (WRITTEN_S, WRITTEN_S))
 
     assert status_of(storage, WRITTEN_S) == "interrupted"

@@ -9,13 +9,15 @@ from torchinstruments.config import HistoryConfig
 from torchinstruments.records import Counters
 from torchinstruments.store.manifest import Manifest, decode_manifest, encode_document
 from torchinstruments.store.writer import RankWriter
-from unit.store.material import MemoryTarget, claim, identity
+from unit.store.material import MemoryTarget, claim, identity, run_record
 
 
 def written() -> bytes:
     """Returns a manifest as a writer leaves it."""
     target = MemoryTarget()
-    RankWriter(identity(), claim(), HistoryConfig(), target, counters=lambda: Counters(forwards=5)).start(())
+    RankWriter(identity(), claim(), HistoryConfig(), target, counters=lambda: Counters(forwards=5)).start(
+        run_record(), ()
+    )
     return target.last("process-")
 
 

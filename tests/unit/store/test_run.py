@@ -12,7 +12,7 @@ from torchinstruments.store.filesystem import open_storage
 from torchinstruments.store.local import LocalStorage
 from torchinstruments.store.run import open_run
 from unit.store.folders import begin_run, samples, write_rank, writer
-from unit.store.material import backward, forward, measurement
+from unit.store.material import backward, forward, measurement, run_record
 
 PART = "part-00000000-000000.parquet"
 
@@ -78,7 +78,7 @@ def test_a_superseded_row_of_a_sample_is_left_out(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
     begin_run(storage)
     one = writer(storage, 0)
-    one.start(())
+    one.start(run_record(), ())
     one.add_sample(forward(0, measurement()))
     one.flush()
     one.add_sample(backward(0, measurement(), settled=False))
@@ -98,7 +98,7 @@ def test_a_row_that_says_more_at_equal_sums_supersedes(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
     begin_run(storage)
     one = writer(storage, 0)
-    one.start(())
+    one.start(run_record(), ())
     one.add_sample(forward(0))
     one.flush()
     one.add_sample(backward(0))
@@ -163,7 +163,7 @@ def test_a_running_process_is_seen_as_running(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
     begin_run(storage)
     one = writer(storage, 0, buffer_rows=1)
-    one.start(())
+    one.start(run_record(), ())
     for delivery in samples(1):
         one.add_sample(delivery)
 

@@ -168,3 +168,40 @@ def test_a_folder_of_another_release_is_left_alone(tmp_path: Path) -> None:
     assert target.finish(60.0)
     assert (strange / "about.json").exists()
     assert "rank-001-deadbeef was not written by this release" in (spool / LOG).read_text()
+
+
+def test_documents_for_people_arrive(tmp_path: Path) -> None:
+    """A page that is no JSON goes up like the others, and once more when it changed."""
+    url = f"memory://{make_run().nonce}/run"
+    target = make_target(url, None, tmp_path)
+    for text in (b"at attach", b"at the close"):
+        target.write_document("index.md", text)
+        target.write_document("result.json", b"[]")
+        assert target.upload(60.0)
+        assert open_storage(url).read("rank-000/index.md") == text
+    assert open_storage(url).read("rank-000/result.json") == b"[]"
+    target.write_document("process-1a2b3c4d.json", make_manifest(target, status="closed"))
+    assert target.finish(60.0)
+
+
+@pytest.mark.parametrize("there", [None, b"of a later process"], ids=["nobody", "a-later-process"])
+def test_a_killed_process_leaves_its_page_only_where_there_is_none(
+    tmp_path: Path, there: bytes | None
+) -> None:
+    """Its spool may be found long after another process of the rank has closed."""
+    url = f"memory://{make_run().nonce}/run"
+    target = make_target(url, None, tmp_path)
+    (spool,) = tmp_path.iterdir()
+    uploader_lock = FileLock.acquire(spool / UPLOADER_LOCK)
+    assert uploader_lock is not None
+    target.write_document("index.md", b"of the killed one")
+    target.write_document("process-1a2b3c4d.json", make_manifest(target, status="running"))
+    assert target._lock is not None
+    target._lock.release()
+    if there is not None:
+        open_storage(url).replace("rank-000/index.md", there)
+
+    assert Uploader(spool, url, None, uploader_lock).run() == 0
+
+    assert open_storage(url).read("rank-000/index.md") == (there or b"of the killed one")
+    assert open_storage(url).read("rank-000/process-1a2b3c4d.json")

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 from typing import Any
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from torchinstruments.records import Counters, ErrorRecord, Sample, SampleState,
 from torchinstruments.store import schema
 from torchinstruments.store.catalog import decode_catalog
 from torchinstruments.store.manifest import Manifest, decode_manifest
+from torchinstruments.store.running_summary import RunningSummary
 from torchinstruments.store.waiting import RETRY_AFTER_S
 from torchinstruments.store.writer import RankWriter
 from unit.store.material import (
@@ -27,6 +29,7 @@ from unit.store.material import (
     identity,
     measurement,
     module,
+    run_record,
 )
 
 
@@ -205,7 +208,7 @@ def test_a_sample_without_measurements_has_a_row_all_the_same() -> None:
 def test_the_first_manifest_says_who_runs_at_once() -> None:
     """Status can be asked before the first row is durable."""
     rig = Rig(spool_path="/spool")
-    rig.writer.start([module(0)])
+    rig.writer.start(run_record(), [module(0)])
 
     manifest = rig.manifest()
     assert (manifest.rank, manifest.process, manifest.pid, manifest.status) == (
@@ -221,7 +224,7 @@ def test_the_first_manifest_says_who_runs_at_once() -> None:
 def test_the_manifest_beats_at_least_every_five_minutes_when_nothing_happens() -> None:
     """Readers tell a live process from a dead one by it."""
     rig = Rig()
-    rig.writer.start(())
+    rig.writer.start(run_record(), ())
 
     rig.pass_time(301)
 
@@ -231,7 +234,7 @@ def test_the_manifest_beats_at_least_every_five_minutes_when_nothing_happens() -
 def test_the_manifest_is_written_at_most_once_a_minute_however_much_happens() -> None:
     """Its cost does not grow with the number of parts."""
     rig = Rig(buffer_rows=1)
-    rig.writer.start(())
+    rig.writer.start(run_record(), ())
 
     for ordinal in range(120):
         rig.writer.add_sample(forward(ordinal, measurement(), settled=True))
@@ -244,7 +247,7 @@ def test_the_manifest_is_written_at_most_once_a_minute_however_much_happens() ->
 def test_the_size_of_the_manifest_does_not_grow_with_the_parts() -> None:
     """It has counts, never a list of parts."""
     rig = Rig(buffer_rows=1)
-    rig.writer.start(())
+    rig.writer.start(run_record(), ())
     before = len(rig.target.last("process-"))
 
     for ordinal in range(50):
@@ -258,7 +261,7 @@ def test_the_manifest_tells_the_last_durable_sample_and_the_counters() -> None:
     """What lies in the buffer does not count as durable."""
     rig = Rig()
     rig.training = Counters(forwards=12, samples=2, rows_dropped=5)
-    rig.writer.start(())
+    rig.writer.start(run_record(), ())
     rig.writer.add_sample(forward(3, measurement(), settled=True))
     assert rig.manifest().last_sample_id is None
 
@@ -275,7 +278,7 @@ def test_the_manifest_tells_the_last_durable_sample_and_the_counters() -> None:
 def test_closing_makes_everything_durable_and_says_closed() -> None:
     """Nothing is left in memory, and the target is waited for before and after the manifest."""
     rig = Rig()
-    rig.writer.start([module(0)])
+    rig.writer.start(run_record(), [module(0)])
     rig.writer.add_sample(forward(0, measurement()))
     rig.writer.add_attempts([attempt(0)])
 
@@ -289,7 +292,7 @@ def test_closing_makes_everything_durable_and_says_closed() -> None:
 def test_closing_twice_writes_nothing_twice() -> None:
     """A second close finds everything done."""
     rig = Rig()
-    rig.writer.start(())
+    rig.writer.start(run_record(), ())
     rig.writer.close(0)
     documents = len(rig.target.documents)
 
@@ -312,7 +315,7 @@ def test_a_flush_writes_unsettled_samples_too() -> None:
 def test_the_catalog_is_written_at_once_and_then_at_most_once_a_minute() -> None:
     """Layers that fired later are told, but not with each of them."""
     rig = Rig()
-    rig.writer.start([module(0)])
+    rig.writer.start(run_record(), [module(0)])
     for fired in range(1, 60):
         rig.writer.set_modules([module(0, fired=fired)])
         rig.pass_time(1)
@@ -329,7 +332,7 @@ def test_the_catalog_is_written_at_once_and_then_at_most_once_a_minute() -> None
 def test_an_unchanged_catalog_is_not_written_again() -> None:
     """The same layers with the same counts give no new document."""
     rig = Rig()
-    rig.writer.start([module(0)])
+    rig.writer.start(run_record(), [module(0)])
 
     rig.writer.set_modules([module(0)])
     rig.pass_time(120)
@@ -340,7 +343,7 @@ def test_an_unchanged_catalog_is_not_written_again() -> None:
 def test_errors_stand_in_the_manifest_counted_by_probe() -> None:
     """The last hundred are listed, all are counted."""
     rig = Rig()
-    rig.writer.start(())
+    rig.writer.start(run_record(), ())
     for index in range(150):
         rig.writer.add_error(ErrorRecord("reducer", "layer", "ValueError", f"{index} " + "x" * 1000))
 
@@ -389,7 +392,7 @@ def test_beyond_the_bound_the_oldest_rows_are_given_up_and_counted() -> None:
         rig.writer.add_sample(forward(ordinal, measurement(), settled=True))
     rig.target.is_full = False
 
-    rig.writer.start(())
+    rig.writer.start(run_record(), ())
     assert rig.writer.close(0)
 
     kept = sorted({row["sample_id"] for row in rig.rows("history")})
@@ -421,7 +424,7 @@ def test_a_manifest_that_could_not_be_written_is_tried_again() -> None:
     """A disk that was full at the start does not hide the process for ever."""
     rig = Rig()
     rig.target.is_full = True
-    rig.writer.start(())
+    rig.writer.start(run_record(), ())
     rig.target.is_full = False
 
     rig.pass_time(60)
@@ -455,7 +458,7 @@ def test_a_broken_delivery_does_not_take_its_neighbours_with_it() -> None:
 def test_an_attempt_that_cannot_be_stored_is_counted() -> None:
     """A number that does not fit into its column costs its rows, not the writer."""
     rig = Rig()
-    rig.writer.start(())
+    rig.writer.start(run_record(), ())
     rig.writer.add_attempts([attempt(2**70)])
 
     rig.writer.close(0)
@@ -467,7 +470,7 @@ def test_an_attempt_that_cannot_be_stored_is_counted() -> None:
 def test_the_target_is_asked_every_thirty_seconds_to_keep_alive_what_it_needs() -> None:
     """What the carrier last failed at is listed once."""
     rig = Rig()
-    rig.writer.start(())
+    rig.writer.start(run_record(), ())
     rig.target.trouble = "StorageUnreachableError: no answer"
 
     rig.pass_time(90)
@@ -509,12 +512,98 @@ def test_a_part_of_a_writer_holds_what_the_schema_declares() -> None:
 
 
 def test_documents_are_strict_json() -> None:
-    """No NaN and no infinity stands in a manifest."""
+    """No NaN and no infinity stands in a manifest, a catalog or a result."""
     rig = Rig()
-    rig.writer.start([module(0)])
+    rig.writer.start(run_record(), [module(0)])
+    rig.writer.add_sample(forward(0, measurement(values=(math.nan, math.inf, 1.0)), settled=True))
+    rig.writer.close(5.0)
 
-    for _, data in rig.target.documents:
+    documents = [data for name, data in rig.target.documents if name.endswith(".json")]
+    assert len(documents) == 5
+    for data in documents:
         json.loads(data, parse_constant=pytest.fail)
+
+
+def test_the_first_documents_for_people_have_the_layers_and_zero_counts() -> None:
+    """From attach on the folder explains itself, and lists what will be measured."""
+    rig = Rig()
+    rig.writer.start(run_record(), [module(0)])
+
+    assert json.loads(rig.target.last("result.json")) == [
+        {"layer": "layer99", "type": "Linear", "aliases": [], "tensors": []}
+    ]
+    assert "* Samples: 0 forward, 0 backward\n" in rig.target.last("index.md").decode()
+
+
+def test_an_orderly_close_leaves_summaries_and_counts() -> None:
+    """Both documents say what the process measured, up to its last row."""
+    rig = Rig()
+    rig.training = Counters(forwards=2, samples=2)
+    rig.writer.start(run_record(), [module(0)])
+    rig.writer.add_sample(forward(0, measurement()))
+    rig.writer.add_sample(forward(1, measurement(values=(0.5, 2.5, 1.0)), settled=True))
+    rig.writer.add_sample(backward(0, measurement(signal=Signal.OUTPUT_GRADIENT)))
+
+    assert rig.writer.close(5.0)
+
+    (layer,) = json.loads(rig.target.last("result.json"))
+    output, gradient = layer["tensors"]
+    assert [one["metric"] for one in output["statistics"]] == ["mean", "std", "zero_fraction"]
+    assert output["statistics"][0]["latest"]["value"] == 2.5
+    assert gradient["statistics"][0]["observations"] == 1
+    page = rig.target.last("index.md").decode()
+    assert "* Samples: 2 forward, 1 backward\n" in page
+    assert "* Rows of history: 9; dropped: 0\n" in page
+
+
+@pytest.mark.parametrize("seconds", [0.0, 5.0], ids=["no-time", "time-is-over"])
+def test_without_time_the_first_documents_for_people_stand(seconds: float) -> None:
+    """SIGTERM and the interpreter's end make rows and manifest durable, nothing else."""
+    rig = Rig()
+    rig.writer.start(run_record(), [module(0)])
+    rig.writer.add_sample(forward(0, measurement(), settled=True))
+    if seconds:
+        rig.target.on_part = rig.clock.sleep_ten_seconds
+
+    rig.writer.close(seconds)
+
+    assert [name for name, _ in rig.target.documents].count("result.json") == 1
+    assert rig.manifest().status == "closed"
+    assert len(rig.rows("history")) == 3
+
+
+def test_a_full_disk_at_attach_does_not_stop_the_rows() -> None:
+    """Documents for people are tried, reported, and made at the close."""
+    rig = Rig()
+    rig.target.is_full = True
+    rig.writer.start(run_record(), [module(0)])
+    rig.target.is_full = False
+    rig.writer.add_sample(forward(0, measurement(), settled=True))
+
+    assert rig.writer.close(5.0)
+
+    assert rig.reported[-1] == ("storage", "[Errno 28] No space left on device")
+    assert len(json.loads(rig.target.last("result.json"))[0]["tensors"]) == 1
+
+
+def test_rows_that_cannot_be_summarised_are_stored_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error there is reported, the page says so, and the result keeps the catalog."""
+
+    def fail(_summary: RunningSummary, _table: pa.Table) -> None:
+        raise ValueError("odd rows")
+
+    rig = Rig(buffer_rows=1)
+    rig.writer.start(run_record(), [module(0)])
+    monkeypatch.setattr(RunningSummary, "add", fail)
+    for ordinal in range(2):
+        rig.writer.add_sample(forward(ordinal, measurement(), settled=True))
+
+    assert rig.writer.close(5.0)
+
+    assert len(rig.rows("history")) == 6
+    assert rig.reported == [("storage", "odd rows")]
+    assert json.loads(rig.target.last("result.json"))[0]["tensors"] == []
+    assert "summarising failed (ValueError: odd rows)" in rig.target.last("index.md").decode()
 
 
 def test_rows_of_one_observation_carry_its_own_time() -> None:

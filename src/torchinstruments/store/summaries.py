@@ -13,22 +13,18 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from torchinstruments.merge.series import SeriesKey, texts_of
-from torchinstruments.merge.windows import Segments, WindowRing, Windows
+from torchinstruments.store.row_blocks import LATEST_COLUMNS, RowBlock
+from torchinstruments.store.series import SeriesKey, texts_of
+from torchinstruments.store.windows import Segments, WindowRing, Windows
 
 __all__ = [
-    "LATEST_COLUMNS",
     "NO_OBSERVATIONS",
     "NO_VALID_OBSERVATIONS",
     "UNSTATED",
     "Points",
-    "RowBlock",
     "SeriesSummaries",
     "SummaryBuilder",
 ]
-
-LATEST_COLUMNS = ("shape", "dtype", "scope", "execution", "scale_provenance")
-"""Columns of which a summary keeps the text of the latest row."""
 
 NO_OBSERVATIONS = "no_observations"
 """Reason of a window without rows."""
@@ -42,30 +38,8 @@ UNSTATED = "unstated"
 _Integers = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
 _Mask = npt.NDArray[np.bool_]
+_Texts = npt.NDArray[np.object_]
 _Kind = TypeVar("_Kind", bound=np.generic)
-
-
-@dataclass(frozen=True, slots=True)
-class RowBlock:
-    """Rows of ``history`` of one rank, in the order of their part.
-
-    Attributes:
-        series: Series number, shape ``[rows]``.
-        sample_id: Sample, shape ``[rows]``.
-        timestamp_us: Microseconds since the epoch, UTC, shape ``[rows]``.
-        value: NaN where the value is missing, shape ``[rows]``.
-        loss_scale: NaN where it is not known, shape ``[rows]``.
-        reason: Text column ``unavailable_reason``.
-        latest: `LATEST_COLUMNS` to their text columns.
-    """
-
-    series: _Integers
-    sample_id: _Integers
-    timestamp_us: _Integers
-    value: _Floats
-    loss_scale: _Floats
-    reason: pa.Array
-    latest: Mapping[str, pa.Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +143,7 @@ class _Edge:
         self.sample_id: _Integers = np.zeros(0, np.int64)
         self.timestamp_us: _Integers = np.zeros(0, np.int64)
         self.value: _Floats = np.zeros(0)
-        self.reason: npt.NDArray[np.object_] = np.zeros(0, np.object_)
+        self.reason: _Texts = np.zeros(0, np.object_)
 
     def reserve(self, size: int) -> None:
         self.sample_id = _extended(self.sample_id, size, 0)
@@ -178,7 +152,7 @@ class _Edge:
         self.reason = _extended(self.reason, size, "")
 
     def put(
-        self, series: _Integers, ids: _Integers, times: _Integers, values: _Floats, reasons: list[str]
+        self, series: _Integers, ids: _Integers, times: _Integers, values: _Floats, reasons: _Texts | str
     ) -> None:
         self.sample_id[series] = ids
         self.timestamp_us[series] = times
@@ -204,9 +178,7 @@ class SummaryBuilder:
         self._minimum = _Extremum()
         self._maximum = _Extremum()
         self._windows = WindowRing(window)
-        self._texts: dict[str, npt.NDArray[np.object_]] = {
-            name: np.zeros(0, np.object_) for name in LATEST_COLUMNS
-        }
+        self._texts: dict[str, _Texts] = {name: np.zeros(0, np.object_) for name in LATEST_COLUMNS}
         self._scale_lowest: _Floats = np.zeros(0)
         self._scale_highest: _Floats = np.zeros(0)
 
@@ -317,19 +289,19 @@ def _segments(block: RowBlock, order: _Integers) -> Segments:
     return Segments(series, block.sample_id[order], block.value[order], starts, lengths)
 
 
-def _texts_at(column: pa.Array, places: _Integers) -> list[str]:
-    positions, texts = texts_of(column.take(pa.array(places)))
-    return [texts[position] for position in positions.tolist()]
+def _texts_at(column: pa.Array, places: _Integers) -> _Texts:
+    positions, texts = texts_of(column)
+    return np.array(texts, np.object_)[positions[places]]
 
 
-def _reasons(column: pa.Array, places: _Integers, values: _Floats) -> list[str]:
+def _reasons(column: pa.Array, places: _Integers, values: _Floats) -> _Texts | str:
+    """Returns the reason beside each value; ``""`` where no value is missing."""
     missing = np.isnan(values)
-    reasons = [""] * len(values)
-    if bool(missing.any()):
-        at = np.flatnonzero(missing)
-        for place, reason in zip(at.tolist(), _texts_at(column, places[at]), strict=True):
-            reasons[place] = reason or UNSTATED
-    return reasons
+    if not bool(missing.any()):
+        return ""
+    found = _texts_at(column, places)
+    found[found == ""] = UNSTATED
+    return np.where(missing, found, "")
 
 
 def _edge_points(edge: _Edge, order: _Integers) -> Points:

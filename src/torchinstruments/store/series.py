@@ -46,12 +46,16 @@ def texts_of(column: pa.Array) -> tuple[npt.NDArray[np.int64], list[str]]:
 class SeriesIndex:
     """Numbers the series of one rank in order of first sight.
 
+    Args:
+        max_series: Series beyond this many get no number, and nothing of them is kept; None for no bound.
+
     Attributes:
         keys: Key of each number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_series: int | None = None) -> None:
         self.keys: list[SeriesKey] = []
+        self._max_series = max_series
         self._texts: dict[str, dict[str, int]] = {name: {} for name in _TEXT_COLUMNS}
         self._widths: tuple[int, ...] = ()
         # Words in ascending order, and the series number of each; anew whenever the packing widens.
@@ -63,7 +67,7 @@ class SeriesIndex:
         return len(self.keys)
 
     def number(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
-        """Returns the series number of each row, shape ``[rows]``.
+        """Returns the series number of each row, shape ``[rows]``; -1 where its series is beyond the bound.
 
         Args:
             batch: Rows of ``history`` with at least the key columns.
@@ -73,25 +77,39 @@ class SeriesIndex:
         """
         if batch.num_rows == 0:
             return np.empty(0, np.int64)
-        columns = {name: self._text_numbers(name, batch.column(name)) for name in _TEXT_COLUMNS}
+        is_full = self._room() == 0
+        columns = {
+            name: self._text_numbers(name, batch.column(name), may_grow=not is_full) for name in _TEXT_COLUMNS
+        }
         calls = batch.column("call_index").to_numpy(zero_copy_only=False).astype(np.int64)
         if int(calls.min()) < 0:
             raise TooManySeriesError(f"call_index {int(calls.min())} is below 0")
-        self._widen(int(calls.max()))
+        if not is_full:
+            self._widen(int(calls.max()))
         parts = (columns["layer"], calls, *(columns[name] for name in _TEXT_COLUMNS[1:]))
         words = np.zeros(batch.num_rows, np.int64)
         for part, width in zip(parts, self._widths, strict=True):
             words = (words << width) | part
+        if is_full:
+            # What does not fit the widths of now has never been seen; -1 is no word.
+            for part, width in zip(parts, self._widths, strict=True):
+                words[(part < 0) | (part >> width != 0)] = -1
         encoded = pa.array(words).dictionary_encode()
         distinct = encoded.dictionary.to_numpy(zero_copy_only=False)
         positions = encoded.indices.to_numpy(zero_copy_only=False)
         return self._numbers_of(distinct)[positions]
 
-    def _text_numbers(self, name: str, column: pa.Array) -> npt.NDArray[np.int64]:
+    def _room(self) -> int | None:
+        return None if self._max_series is None else max(self._max_series - len(self.keys), 0)
+
+    def _text_numbers(self, name: str, column: pa.Array, *, may_grow: bool) -> npt.NDArray[np.int64]:
         positions, texts = texts_of(column)
         known = self._texts[name]
-        numbers = np.array([known.setdefault(text, len(known)) for text in texts], np.int64)
-        return numbers[positions]
+        if may_grow:
+            numbers = [known.setdefault(text, len(known)) for text in texts]
+        else:
+            numbers = [known.get(text, -1) for text in texts]
+        return np.array(numbers, np.int64)[positions]
 
     def _widen(self, largest_call: int) -> None:
         # Widths only grow, and by a power of two of values, so repacking is rare.
@@ -140,10 +158,17 @@ class SeriesIndex:
         self._sort(np.concatenate([known, words]))
 
     def _numbers_of(self, distinct: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        found = np.searchsorted(self._words, distinct)
-        inside = np.minimum(found, max(len(self._words) - 1, 0))
-        known = self._words[inside] == distinct if len(self._words) else np.zeros(len(distinct), np.bool_)
-        if not bool(known.all()):
-            self._add(distinct[~known])
-            inside = np.searchsorted(self._words, distinct)
-        return self._word_numbers[inside]
+        is_known, places = self._find(distinct)
+        if not bool(is_known.all()) and self._room() != 0:
+            self._add(distinct[~is_known][: self._room()])
+            is_known, places = self._find(distinct)
+        if len(self._words) == 0:
+            return np.full(len(distinct), -1, np.int64)
+        return np.where(is_known, self._word_numbers[places], -1)
+
+    def _find(self, distinct: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+        """Returns which words are known, and where."""
+        if len(self._words) == 0:
+            return np.zeros(len(distinct), np.bool_), np.zeros(len(distinct), np.int64)
+        places = np.minimum(np.searchsorted(self._words, distinct), len(self._words) - 1)
+        return self._words[places] == distinct, places

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchinstruments.merge.series import SeriesIndex, SeriesKey, TooManySeriesError
+from torchinstruments.store.series import SeriesIndex, SeriesKey, TooManySeriesError
 
 _names = st.text("abc", max_size=3)
 _keys = st.builds(SeriesKey, _names, st.integers(0, 300), _names, _names, _names, _names)
@@ -42,3 +42,26 @@ def test_keys_beyond_a_word_are_refused() -> None:
         index.number(batch_of(keys))
     with pytest.raises(TooManySeriesError, match="call_index"):
         SeriesIndex().number(batch_of([SeriesKey("", -1, "", "", "", "")]))
+
+
+@given(st.integers(1, 12), st.lists(st.lists(_keys, max_size=30), max_size=5))
+def test_beyond_a_bound_only_the_first_series_have_numbers(
+    bound: int, batches: list[list[SeriesKey]]
+) -> None:
+    """A key that has a number keeps it; of the others only so many get one as the bound allows."""
+    index = SeriesIndex(bound)
+    for keys in batches:
+        before = list(index.keys)
+        numbers = index.number(batch_of(keys)).tolist()
+        assert index.keys[: len(before)] == before
+        assert len(index) == min(bound, len({*before, *keys}))
+        for key, number in zip(keys, numbers, strict=True):
+            assert number == (index.keys.index(key) if key in index.keys else -1)
+
+
+def test_beyond_a_bound_nothing_is_kept() -> None:
+    """Texts that come when the bound is reached take no memory."""
+    index = SeriesIndex(1)
+    index.number(batch_of([SeriesKey("a", 0, "output", "", "output", "mean")]))
+    index.number(batch_of([SeriesKey(f"{i}", i, "output", "", "output", "mean") for i in range(100)]))
+    assert len(index._texts["layer"]) == 1

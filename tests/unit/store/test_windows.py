@@ -4,8 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchinstruments.merge.summary import RowBlock, SummaryBuilder
-from torchinstruments.merge.windows import Segments, WindowRing
+from torchinstruments.store.row_blocks import RowBlock
+from torchinstruments.store.summaries import SummaryBuilder
+from torchinstruments.store.windows import Segments, WindowRing
 
 _rows = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), min_size=1, max_size=40)
 

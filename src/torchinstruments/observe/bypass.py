@@ -1,0 +1,200 @@
+"""Whether a program runs parts of the model outside a call of it, where nothing is measured.
+
+``model.encoder(x)``, ``model.forward(x)`` and ``ddp.module(x)`` pass the hooks of the attached model by. To
+hook every part for good would make each unsampled forward pay. So parts are watched only while no forward is
+expected to need them: from attach to the first forward of the model, and from the end of a sampled forward to
+the begin of the next one. What is counted there is told once, at the end, and stands for more.
+
+A part is watched without a hook. The slot that ``Module.compile()`` uses for what a call of a module runs is
+empty in a module that is not compiled; it costs a dictionary entry, changes nothing of the call, and is left
+behind by copies and pickles. Steps of the model's optimizers without a call of the model are evidence that
+costs nothing at all.
+"""
+
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torchinstruments.observe.engine import is_in_backward, tracing
+from torchinstruments.observe.stack import callers, runs_for
+from torchinstruments.records import AttemptRecord
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+__all__ = ["MAX_COUNTED", "MAX_PARTS", "Bypass", "CallSentry"]
+
+MAX_PARTS = 4_096
+"""Parts of a model that are watched."""
+
+MAX_COUNTED = 10_000
+"""Calls that are counted; afterwards nothing is watched any more."""
+
+_SLOT = "_compiled_call_impl"
+_MAX_NAMES = 3
+_WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__  # noqa: SLF001 - what ``Module.__call__`` is
+
+
+class CallSentry:
+    """Runs a call of a module as it would run, and tells of it.
+
+    Args:
+        name: Of the module, as the program reaches it.
+        module: Held weakly.
+        tell: Takes the name, and the frame that made the call; it never raises.
+    """
+
+    __slots__ = ("_module", "_name", "_tell")
+
+    def __init__(self, name: str, module: nn.Module, tell: "Callable[[str, FrameType | None], None]") -> None:
+        self._name = name
+        self._module = weakref.ref(module)
+        self._tell = tell
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the call (training thread, hot path)."""
+        module = self._module()
+        assert module is not None, "whoever calls a module holds it"
+        if torch.compiler.is_compiling():
+            return module._call_impl(*args, **kwargs)  # noqa: SLF001 - what an empty slot runs
+        caller = sys._getframe(1)  # noqa: SLF001 - nothing else tells
+        if caller.f_code is _WRAPPED_CALL:
+            # A replica or a shallow copy of the module has the same entry.
+            module = caller.f_locals.get("self", module)
+            caller = caller.f_back
+        self._tell(self._name, caller)
+        return module._call_impl(*args, **kwargs)  # noqa: SLF001 - what an empty slot runs
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+class Bypass:
+    """Counts calls of a model's parts that are no part of a call of the model.
+
+    Args:
+        root: The attached model; it and its parts are held weakly.
+        captures_direct_forwards: Whether ``root.forward(x)`` is seen by other means.
+    """
+
+    def __init__(self, root: nn.Module, *, captures_direct_forwards: bool) -> None:
+        self.muted = False
+        """Whether nothing is counted now."""
+        self._root = weakref.ref(root)
+        self._captures_direct_forwards = captures_direct_forwards
+        self._root_code = getattr(getattr(type(root), "forward", None), "__code__", None)
+        self._parts: list[tuple[weakref.ref[nn.Module], CallSentry]] = []
+        self._ids: frozenset[int] = frozenset()
+        self._lock = threading.Lock()
+        self._arming = threading.Lock()
+        self._armed: list[tuple[weakref.ref[nn.Module], CallSentry]] = []
+        self._num_calls = 0
+        self._names: Counter[str] = Counter()
+        self._saw_forward = False
+        self._num_steps = 0
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Takes the parts that the model has now (training thread, at attach and after a change)."""
+        root = self._root()
+        if root is None:
+            return
+        self._parts = [
+            (weakref.ref(module), CallSentry(name, module, self._tell))
+            for (name, module), _ in zip(root.named_modules(), range(MAX_PARTS), strict=False)
+            if module is not root and not isinstance(module, torch.jit.ScriptModule)
+        ]
+        self._ids = frozenset(id(module) for reference, _ in self._parts if (module := reference()))
+
+    def arm(self, compiled: frozenset[int] = frozenset()) -> None:
+        """Begins to watch (training thread).
+
+        Args:
+            compiled: Ids of modules inside compiled code, which would be compiled anew.
+        """
+        if self._armed or self._num_calls >= MAX_COUNTED or not self._arming.acquire(blocking=False):
+            return
+        try:
+            armed = []
+            for reference, sentry in self._parts:
+                module = reference()
+                if module is None or id(module) in compiled or _SLOT in module.__dict__:
+                    continue
+                module.__dict__[_SLOT] = sentry
+                armed.append((reference, sentry))
+            self._armed = armed
+        finally:
+            self._arming.release()
+
+    def disarm(self) -> None:
+        """Watches no more; returns at once where nothing is watched (training thread, hot path)."""
+        if not self._armed:
+            return
+        armed = self._armed
+        self._armed = []
+        for reference, sentry in armed:
+            module = reference()
+            # ``Module.compile()`` may have put something over it.
+            if module is not None and module.__dict__.get(_SLOT) is sentry:
+                del module.__dict__[_SLOT]
+
+    def attempts_closed(self, records: Iterable[AttemptRecord]) -> None:
+        """Takes the attempts of a window that closed (training thread, hot path).
+
+        Each optimizer's steps in it but the first came without a call of the model.
+        """
+        steps = Counter((record.attempt, record.optimizer) for record in records if record.optimizer >= 0)
+        self._num_steps += steps.total() - len(steps)
+
+    def sentence(self) -> str:
+        """Returns what was seen, as a sentence; ``""`` where nothing was."""
+        seen = []
+        if self._num_calls:
+            names = ", ".join(repr(name) for name, _ in self._names.most_common(_MAX_NAMES))
+            more = ", ..." if len(self._names) > _MAX_NAMES else ""
+            at_least = "at least " if self._num_calls >= MAX_COUNTED else ""
+            seen.append(
+                f"{at_least}{self._num_calls} {'call' if self._num_calls == 1 else 'calls'} of parts of the "
+                f"model ({names}{more}) ran outside a call of the model"
+            )
+        if self._num_steps:
+            seen.append(
+                f"{self._num_steps} {'step' if self._num_steps == 1 else 'steps'} of its optimizers came "
+                f"without a call of it since the step before"
+            )
+        if not seen:
+            return ""
+        advice = "call the attached model itself, as model(...)"
+        if self._saw_forward and not self._captures_direct_forwards:
+            advice += ", or give capture_direct_forwards=True, since model.forward(...) was called directly"
+        return f"{' and '.join(seen)}; nothing of that is measured: {advice}"
+
+    def _tell(self, name: str, caller: "FrameType | None") -> None:
+        """Counts a call that is no part of another one (training thread, hot path)."""
+        if self.muted or self._num_calls >= MAX_COUNTED or is_in_backward() or tracing():
+            return
+        root = self._root()
+        if any(called is root or id(called) in self._ids for called in callers(caller)):
+            return
+        with self._lock:
+            self._num_calls += 1
+            self._names[name] += 1
+        if not self._saw_forward:
+            self._saw_forward = self._is_below_forward(root, caller)
+
+    def _is_below_forward(self, root: nn.Module | None, frame: "FrameType | None") -> bool:
+        """Returns whether the model's own forward made the call, without a call of the model."""
+        while frame is not None:
+            if frame.f_code is self._root_code and runs_for(frame, root):
+                return True
+            frame = frame.f_back
+        return False

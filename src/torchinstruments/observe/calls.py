@@ -1,0 +1,85 @@
+"""The root forwards that are running, one a thread."""
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchinstruments.observe.capture import SampledForward
+from torchinstruments.records import GradSync
+
+__all__ = ["RootCall", "RunningCalls"]
+
+
+@dataclass(slots=True)
+class RootCall:
+    """A root forward that is running.
+
+    Attributes:
+        grad_sync: As latched at its start.
+        handled: The exception that was being handled when it began.
+        depth: Calls of the root that are on the stack, this one included.
+        sampled: Measures it, where it was chosen.
+        compiled: Ids of modules inside compiled code, where it was chosen.
+    """
+
+    grad_sync: GradSync
+    handled: BaseException | None
+    depth: int = 1
+    sampled: SampledForward | None = None
+    compiled: frozenset[int] = frozenset()
+
+    def has_failed(self) -> bool:
+        """Returns whether it is being left by an exception of its own."""
+        handled = sys.exception()
+        return handled is not None and handled is not self.handled
+
+
+class RunningCalls:
+    """The root forwards of one observer.
+
+    Args:
+        end_failed: Takes the sample of a call that was given up.
+    """
+
+    def __init__(self, end_failed: Callable[[SampledForward], None]) -> None:
+        self._end_failed = end_failed
+        self._by_thread: dict[int, RootCall] = {}
+
+    def current(self) -> RootCall | None:
+        """Returns the call of the current thread (training thread, hot path)."""
+        return self._by_thread.get(threading.get_ident())
+
+    def begin(self, call: RootCall) -> None:
+        """Takes the outermost call of the current thread (training thread, hot path)."""
+        self._by_thread[threading.get_ident()] = call
+
+    def end(self) -> None:
+        """Takes that the current thread's call is over (training thread, hot path)."""
+        self._by_thread.pop(threading.get_ident(), None)
+
+    def abandon(self, thread: int | None = None) -> None:
+        """Ends a call that was left by an exception which runs no hooks, KeyboardInterrupt above all.
+
+        Args:
+            thread: Whose call; None is the current one.
+        """
+        call = self._by_thread.pop(threading.get_ident() if thread is None else thread, None)
+        if call is not None and call.sampled is not None:
+            self._end_failed(call.sampled)
+
+    def abandon_dead_threads(self) -> None:
+        """Ends calls of threads that are gone."""
+        if len(self._by_thread) > 1:
+            alive = sys._current_frames()  # noqa: SLF001 - the ids of all threads that run Python
+            for thread in list(self._by_thread):
+                if thread not in alive:
+                    self.abandon(thread)
+
+    def drop(self) -> None:
+        """Takes the hooks of running forwards out of the model and drops what they measured (any thread)."""
+        calls = list(self._by_thread.values())
+        self._by_thread.clear()
+        for call in calls:
+            if call.sampled is not None:
+                call.sampled.detach()

@@ -1,0 +1,96 @@
+"""Scalars into a metric logger that the caller owns.
+
+A metric logger knows names, numbers and steps; shapes, reasons, scope and loss scale do not fit into it and
+stand in the run's folder only.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torchinstruments.errors import ConfigurationError
+from torchinstruments.records import Claim, Identity, ModuleRecord, RunRecord, Sample, SampleState
+from torchinstruments.sinks.tags import DEFAULT_PREFIX, checked_prefix, quoted, tensor_tag
+
+__all__ = ["MetricLogger", "MetricLoggerSink"]
+
+_MAX_REMEMBERED_SAMPLES = 4096
+
+
+class MetricLogger(Protocol):
+    """What can log numbers, such as a logger of Lightning."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Takes named numbers of one step (writer thread)."""
+        ...
+
+
+class MetricLoggerSink:
+    """Logs every scalar that has a value (a `Sink`).
+
+    Names are ``<prefix>/modules/<layer>/call_<i>/<tensor path>/<metric>``, the root being ``@root``; beside
+    them stand ``<prefix>/observer/forward_collection_duration_ms`` with a forward and
+    ``<prefix>/observer/total_collection_duration_ms`` with each backward. The step is the sample id, since no
+    observer knows a step that means the same in every training loop.
+
+    The logger is the caller's: it is never flushed, finalised or closed here. It is called from the writer
+    thread, beside the training thread's own calls.
+
+    Args:
+        logger: Takes the numbers.
+        prefix: What all names begin with.
+
+    Raises:
+        ConfigurationError: The logger has no ``log_metrics``, or nothing is left of the prefix.
+    """
+
+    def __init__(self, logger: MetricLogger, *, prefix: str = DEFAULT_PREFIX) -> None:
+        if not callable(getattr(logger, "log_metrics", None)):
+            raise ConfigurationError(
+                f"MetricLoggerSink({logger!r}) is not possible, since that has no method "
+                f"log_metrics(metrics, step); give a logger that has one"
+            )
+        self._logger = logger
+        self._prefix = checked_prefix(prefix)
+        self._first_sample_id = 0
+        self._collected_s: OrderedDict[int, float] = OrderedDict()
+
+    def place(self, identity: Identity, claim: Claim) -> None:  # noqa: ARG002 - part of the seam
+        """Takes where the sample ids of this process begin (writer thread)."""
+        self._first_sample_id = claim.first_sample_id
+
+    def initialize(self, run: RunRecord, modules: Sequence[ModuleRecord]) -> None:
+        """Does nothing: a metric logger has no place for either (writer thread)."""
+
+    def observe(self, sample: Sample) -> None:
+        """Logs what one delivery has (writer thread)."""
+        if sample.state is SampleState.MISSED:
+            return
+        total_s = self._total_s(sample)
+        if sample.backward_index is None:
+            name, collected_s = "forward_collection_duration_ms", sample.collection_s
+        else:
+            name, collected_s = "total_collection_duration_ms", total_s
+        metrics = self._metrics(sample)
+        metrics[f"{self._prefix}/observer/{name}"] = collected_s * 1e3
+        self._logger.log_metrics(metrics, self._first_sample_id + sample.ordinal)
+
+    def close(self) -> None:
+        """Leaves the logger alone (writer thread)."""
+
+    def _metrics(self, sample: Sample) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for one in sample.measurements:
+            tag = tensor_tag(self._prefix, one.layer, one.call_index, one.tensor_path, one.backward_index)
+            for metric, value in zip(one.metrics, one.values, strict=True):
+                if value is not None:
+                    metrics[f"{tag}/{quoted(metric)}"] = value
+        return metrics
+
+    def _total_s(self, sample: Sample) -> float:
+        total_s = self._collected_s.pop(sample.ordinal, 0.0) + sample.collection_s
+        if not sample.settled:
+            self._collected_s[sample.ordinal] = total_s
+            if len(self._collected_s) > _MAX_REMEMBERED_SAMPLES:
+                self._collected_s.popitem(last=False)
+        return total_s

@@ -1,0 +1,75 @@
+"""Rows of ``history`` as NumPy arrays, the form in which summaries take them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+__all__ = ["LATEST_COLUMNS", "SUMMARISED_COLUMNS", "RowBlock", "integers", "microseconds", "row_block"]
+
+LATEST_COLUMNS = ("shape", "dtype", "scope", "execution", "scale_provenance")
+"""Columns of which a summary keeps the text of the latest row."""
+
+SUMMARISED_COLUMNS = ("sample_id", "timestamp", "value", "loss_scale", "unavailable_reason", *LATEST_COLUMNS)
+"""Columns that `row_block` reads; the key columns tell the series beside them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Rows of ``history`` of one rank, in the order of their part.
+
+    Attributes:
+        series: Series number, shape ``[rows]``.
+        sample_id: Sample, shape ``[rows]``.
+        timestamp_us: Microseconds since the epoch, UTC, shape ``[rows]``.
+        value: NaN where the value is missing, shape ``[rows]``.
+        loss_scale: NaN where it is not known, shape ``[rows]``.
+        reason: Text column ``unavailable_reason``.
+        latest: `LATEST_COLUMNS` to their text columns.
+    """
+
+    series: npt.NDArray[np.int64]
+    sample_id: npt.NDArray[np.int64]
+    timestamp_us: npt.NDArray[np.int64]
+    value: npt.NDArray[np.float64]
+    loss_scale: npt.NDArray[np.float64]
+    reason: pa.Array
+    latest: Mapping[str, pa.Array]
+
+
+def row_block(batch: pa.RecordBatch, series: npt.NDArray[np.int64]) -> RowBlock:
+    """Returns the rows of a batch.
+
+    Args:
+        batch: Rows of ``history`` with at least `SUMMARISED_COLUMNS`.
+        series: Series number of each row.
+    """
+    return RowBlock(
+        series=series,
+        sample_id=integers(batch, "sample_id"),
+        timestamp_us=microseconds(batch, "timestamp"),
+        value=_finite_or_nan(batch, "value"),
+        loss_scale=_finite_or_nan(batch, "loss_scale"),
+        reason=batch.column("unavailable_reason"),
+        latest={name: batch.column(name) for name in LATEST_COLUMNS},
+    )
+
+
+def integers(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.int64]:
+    """Returns a column of whole numbers, -1 where it is null."""
+    column = batch.column(name)
+    if column.null_count:
+        column = column.fill_null(-1)
+    return column.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+
+
+def microseconds(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.int64]:
+    """Returns a column of timestamps as microseconds since the epoch, UTC."""
+    return batch.column(name).view(pa.int64()).to_numpy(zero_copy_only=False)
+
+
+def _finite_or_nan(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.float64]:
+    values = batch.column(name).to_numpy(zero_copy_only=False)
+    return np.where(np.isfinite(values), values, np.nan)

@@ -1,0 +1,77 @@
+"""The summaries of one process while it runs: what its own ``result.json`` says in the end.
+
+Rows are folded as whole parts, just after they were handed to the target, by the arithmetic that the merge
+uses over stored parts; so a rank with one process has the same summary in both. Memory is bounded: beyond a
+number of series nothing is kept of further ones, and their rows are counted by layer. The history has them.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from torchinstruments.store.row_blocks import row_block
+from torchinstruments.store.series import SeriesIndex, TooManySeriesError, texts_of
+from torchinstruments.store.summaries import SeriesSummaries, SummaryBuilder
+
+__all__ = ["MAX_SERIES", "MAX_SUMMARY_BYTES", "RunningSummary", "max_series"]
+
+MAX_SERIES = 131_072
+"""Series that are summarised at most: 7,281 tensors with nine statistics each of output and gradient."""
+
+MAX_SUMMARY_BYTES = 512 * 2**20
+"""What the summaries may take at most; a window of over 110 samples lowers the number of series."""
+
+_SERIES_BYTES = 500
+_WINDOW_ROW_BYTES = 32
+
+
+def max_series(window: int) -> int:
+    """Returns how many series are summarised at most with windows of so many samples."""
+    return max(1, min(MAX_SERIES, MAX_SUMMARY_BYTES // (_SERIES_BYTES + _WINDOW_ROW_BYTES * window)))
+
+
+class RunningSummary:
+    """Folds the rows of one process into a summary of each series (writer thread).
+
+    Args:
+        window: Samples in each of the two windows.
+        bound: Series at most; None for `max_series` of the window.
+    """
+
+    def __init__(self, window: int, *, bound: int | None = None) -> None:
+        self.bound = max_series(window) if bound is None else bound
+        self._index = SeriesIndex(self.bound)
+        self._builder = SummaryBuilder(window)
+        self._rows_left_out: Counter[str] = Counter()
+
+    @property
+    def rows_left_out(self) -> Mapping[str, int]:
+        """Rows by layer whose series is beyond the bound."""
+        return self._rows_left_out
+
+    def add(self, table: pa.Table) -> None:
+        """Takes rows of ``history`` in the order of their part."""
+        for batch in table.to_batches():
+            try:
+                numbers = self._index.number(batch)
+            except TooManySeriesError:
+                numbers = np.full(batch.num_rows, -1, np.int64)
+            kept = numbers >= 0
+            if not bool(kept.all()):
+                self._count_left_out(batch, ~kept)
+                numbers, batch = numbers[kept], batch.filter(pa.array(kept))  # noqa: PLW2901
+            self._builder.add(row_block(batch, numbers))
+
+    def finish(self) -> SeriesSummaries:
+        """Returns the summaries so far, sorted by key."""
+        return self._builder.finish(self._index.keys)
+
+    def _count_left_out(self, batch: pa.RecordBatch, left_out: npt.NDArray[np.bool_]) -> None:
+        positions, layers = texts_of(batch.column("layer"))
+        counts = np.bincount(positions[left_out], minlength=len(layers)).tolist()
+        for layer, rows in zip(layers, counts, strict=True):
+            if rows:
+                self._rows_left_out[layer] += rows

@@ -1,0 +1,228 @@
+"""What an observer costs a training step, as ratios to the bare step. Run by ``make bench``; asserts nothing.
+
+One model is attached and detached again and again, for copies of a model differ by more than the effect. Each
+round measures every variant once, in an order that changes from round to round, with the bare step twice: the
+second one is the control (A/A), whose distance from 1 is what the machine adds. A ratio is the median over
+rounds of the variant's time to the bare time of its own round; behind it stand the quartiles of these ratios.
+Times are processor seconds of the process, writer thread left out: samples are not resolved.
+
+    python tests/benchmarks/hooks.py [--rounds 30]
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from torchinstruments.config import ErrorPolicy
+from torchinstruments.observe.faults import Faults
+from torchinstruments.observe.focus import select_focus
+from torchinstruments.observe.observer import Observer
+from torchinstruments.observe.probe import RootProbe
+from torchinstruments.observe.sampling import AlwaysSampler, EveryNForwardsSampler, SamplingPolicy
+from torchinstruments.observe.selection import leaf_modules, select_layers
+from torchinstruments.ranks.clock import StepClock
+from torchinstruments.records import AttemptRecord, Counters, DeferredSample, ErrorRecord, ModuleRecord
+from torchinstruments.statistics.histograms import HistogramReducer, histogram
+from torchinstruments.statistics.reducers import default_reducers
+
+STEP_S = 0.03
+"""Processor seconds that one measurement of a variant lasts at least."""
+
+
+class Discarding:
+    """A session that lets go of whatever it is given."""
+
+    url = "memory://benchmark"
+    world_size = 1
+
+    def begin(self) -> bool:
+        """Observes."""
+        return True
+
+    def put_sample(self, sample: DeferredSample) -> None:
+        """Drops it."""
+
+    def put_attempts(self, attempts: Sequence[AttemptRecord]) -> None:
+        """Drops them."""
+
+    def put_modules(self, modules: tuple[ModuleRecord, ...]) -> None:
+        """Drops them."""
+
+    def put_error(self, error: ErrorRecord) -> None:
+        """Ends the benchmark: what fails is not what was to be measured."""
+        raise RuntimeError(error.message)
+
+    def counters(self, observed: Counters) -> Counters:
+        """Returns them as they are."""
+        return observed
+
+    def pending_error(self) -> None:
+        """There is none."""
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """There is nothing to flush."""
+        return timeout_s is None or timeout_s >= 0
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """There is nothing to close."""
+        return timeout_s is None or timeout_s >= 0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the step.
+
+    Attributes:
+        name: For the table.
+        sampler: Makes the sampler; None leaves the model bare.
+        histograms: Taken of the first eight layers.
+        captures: Whether direct forwards are captured.
+    """
+
+    name: str
+    sampler: Callable[[], SamplingPolicy] | None
+    histograms: tuple[HistogramReducer, ...] = ()
+    captures: bool = False
+
+
+def never() -> SamplingPolicy:
+    """A sampler that chooses no forward of the benchmark."""
+    return EveryNForwardsSampler(2**62)
+
+
+VARIANTS = (
+    Variant("bare", None),
+    Variant("bare again (A/A)", None),
+    Variant("unsampled", never),
+    Variant("unsampled, direct forwards", never, captures=True),
+    Variant("sampled", AlwaysSampler),
+    Variant("sampled, direct forwards", AlwaysSampler, captures=True),
+    Variant("sampled, histograms", AlwaysSampler, (histogram(),)),
+)
+
+
+def attach(model: nn.Module, variant: Variant) -> Observer | None:
+    """Attaches the variant's observer."""
+    if variant.sampler is None:
+        return None
+
+    def fail(layer: str, error: BaseException) -> None:
+        raise RuntimeError(layer) from error
+
+    layers = select_layers(model, leaf_modules(), fail)
+    session = Discarding()
+    probe = RootProbe(
+        model,
+        layers=layers,
+        sampler=variant.sampler(),
+        reducers=default_reducers(),
+        session=session,
+        clock=StepClock(),
+        faults=Faults(ErrorPolicy.IGNORE, session.put_error),
+        histograms=variant.histograms,
+        focus=select_focus(layers, None, 8, fail),
+        selector=leaf_modules(),
+        capture_direct_forwards=variant.captures,
+    )
+    observer = Observer(probe)
+    observer.attach(model)
+    return observer
+
+
+def mlp() -> tuple[nn.Module, torch.Tensor]:
+    """200 layers that do next to nothing: what is seen is the cost of hooks."""
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(200)]), torch.randn(4, 4)
+
+
+def transformer(width: int, batch: int, length: int) -> tuple[nn.Module, torch.Tensor]:
+    """A small encoder."""
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, dropout=0.0)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.randn(batch, length, width)
+
+
+def forward_alone(model: nn.Module, x: torch.Tensor) -> None:
+    """An evaluation step."""
+    with torch.no_grad():
+        model(x)
+
+
+def forward_and_backward(model: nn.Module, x: torch.Tensor) -> None:
+    """A training step without its optimizer."""
+    model(x).square().mean().backward()
+
+
+def seconds(step: Callable[[nn.Module, torch.Tensor], None], model: nn.Module, x: torch.Tensor) -> float:
+    """Processor seconds of one step, over as many as it takes to be seen."""
+    step(model, x)
+    num_steps, elapsed_s = 0, 0.0
+    gc.collect()
+    gc.disable()
+    try:
+        began_s = time.process_time()
+        while elapsed_s < STEP_S or num_steps < 3:
+            step(model, x)
+            num_steps += 1
+            elapsed_s = time.process_time() - began_s
+    finally:
+        gc.enable()
+    return elapsed_s / num_steps
+
+
+def ratios(
+    step: Callable[[nn.Module, torch.Tensor], None], model: nn.Module, x: torch.Tensor, rounds: int
+) -> dict[str, list[float]]:
+    """For each variant its ratios to the bare step of the same round."""
+    found: dict[str, list[float]] = {variant.name: [] for variant in VARIANTS[1:]}
+    for number in range(rounds):
+        shift = number % len(VARIANTS)
+        times: dict[str, float] = {}
+        for variant in (*VARIANTS[shift:], *VARIANTS[:shift]):
+            observer = attach(model, variant)
+            times[variant.name] = seconds(step, model, x)
+            if observer is not None:
+                observer.close()
+        for name, collected in found.items():
+            collected.append(times[name] / times[VARIANTS[0].name])
+    return found
+
+
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """Columns of equal width."""
+    rows = [list(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def main() -> None:
+    """Prints one table for each model and step."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=30, help="rounds over all variants (default 30)")
+    rounds = parser.parse_args().rounds
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    models = {
+        "MLP, 200 x Linear(4, 4)": mlp(),
+        "transformer, 4 layers, d 64, 2 x 16": transformer(64, 2, 16),
+        "transformer, 4 layers, d 256, 8 x 64": transformer(256, 8, 64),
+    }
+    for title, (model, x) in models.items():
+        for step in (forward_alone, forward_and_backward):
+            rows: list[list[str]] = [["variant", "x bare", "quartiles"]]
+            for name, found in ratios(step, model, x, rounds).items():
+                low, middle, high = statistics.quantiles(found, n=4)
+                rows.append([name, f"{middle:.3f}", f"{low:.3f} .. {high:.3f}"])
+            num_leaves = sum(1 for _, module in model.named_modules() if not list(module.children()))
+            what = step.__name__.replace("_", " ")
+            print(f"\n{title} ({num_leaves} leaves), {what}\n{table(rows)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

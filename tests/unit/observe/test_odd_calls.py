@@ -1,0 +1,397 @@
+"""Whatever a program does with its model: the right value or the right reason, and never an error of ours."""
+
+import copy
+import threading
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
+from typing_extensions import override
+
+from torchinstruments.observe import observation, probe
+from torchinstruments.records import SampleState
+from unit.observe.memory import MemorySession, Recorder, observe, value
+
+Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - what a model may return
+
+
+@dataclass
+class Output:
+    """An output with two tensors."""
+
+    logits: torch.Tensor
+    hidden: list[torch.Tensor]
+
+
+def everything(name: str, module: nn.Module) -> bool:
+    """Selects every module."""
+    return True
+
+
+def test_data_parallel_without_devices_is_the_model(session: MemorySession) -> None:
+    """Layers have the model's names, values and gradients."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    bare = MemorySession()
+    twin = copy.deepcopy(model)
+    observe(twin, bare)
+    x = torch.randn(4, 2)
+    twin(x).sum().backward()
+    wrapped = nn.DataParallel(model)
+    observe(wrapped, session)
+    wrapped(x).sum().backward()
+    assert [(m.layer, m.values) for m in session.outputs() + session.gradients()] == [
+        (m.layer, m.values) for m in bare.outputs() + bare.gradients()
+    ]
+
+
+def test_a_functional_call_is_measured_with_the_parameters_that_it_was_given(session: MemorySession) -> None:
+    """Outputs and gradients are theirs, and the model's own are as before."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    observe(model, session)
+    own = {name: p.detach().clone() for name, p in model.named_parameters()}
+    given = {"0.weight": torch.full((2, 2), 3.0, requires_grad=True), "0.bias": torch.zeros(2)}
+    output = torch.func.functional_call(model, given, (torch.ones(1, 2),))
+    (gradient,) = torch.autograd.grad(output.sum() * 5, [given["0.weight"]])
+    assert value(session.outputs()[0]) == 6.0
+    assert value(session.gradients()[0]) == 5.0
+    assert torch.equal(gradient, torch.full((2, 2), 5.0))
+    assert all(torch.equal(own[name], p) for name, p in model.named_parameters())
+
+
+def test_fake_tensors_have_their_shape_and_the_reason(session: MemorySession) -> None:
+    """Forward and backward run as without an observer."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    observe(model, session)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(torch.randn(5, 4)).sum().backward()
+    assert [(m.shape, m.values[0], m.reasons[0]) for m in session.outputs()] == [
+        ((5, 3), None, "unsupported_layout: FakeTensor")
+    ] * 2
+    assert {m.reasons[0] for m in session.gradients()} == {"unsupported_layout: FakeTensor"}
+    assert session.errors == []
+    session.deliveries.clear()
+    model.zero_grad(set_to_none=True)
+    model(torch.randn(5, 4))
+    assert {m.reasons[0] for m in session.outputs()} == {""}
+
+
+def test_meta_tensors_have_their_shape_and_the_reason(session: MemorySession) -> None:
+    """A model on the meta device is measured for its shapes."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 3))
+        observe(model, session)
+        model(torch.randn(5, 4)).sum().backward()
+    assert [(m.shape, m.device, m.reasons[0]) for m in session.outputs() + session.gradients()] == [
+        ((5, 3), "meta", "meta_tensor")
+    ] * 2
+
+
+@pytest.mark.parametrize("kind", ["torch.jit.trace", "torch.fx"])
+def test_a_forward_that_is_recorded_is_skipped_and_told_at_the_end(session: MemorySession, kind: str) -> None:
+    """The recording has nothing of ours, no sample was taken, and the manifest says how many there were."""
+    inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    observer = observe(inner, session)
+    x = torch.ones(1, 2)
+    if kind == "torch.fx":
+        operations = [str(node.target) for node in make_fx(inner)(x).graph.nodes]
+        assert [name for name in operations if "aten" in name] == [
+            "aten.t.default",
+            "aten.addmm.default",
+            "aten.relu.default",
+            "aten.detach.default",
+        ]
+    else:
+        traced = torch.jit.trace(inner, x, check_trace=False)
+        assert isinstance(traced, torch.jit.ScriptModule)
+        assert torch.equal(traced(x), inner.eval()(x))
+        session.deliveries.clear()
+    assert session.deliveries == []
+    observer.close()
+    assert [(e.probe, e.message) for e in session.errors] == [
+        ("tracing", f"1 forward under {kind} was not observed")
+    ]
+
+
+def test_a_symbolic_trace_through_the_model_is_skipped(session: MemorySession) -> None:
+    """Its values are no tensors, and its hooks are not recorded."""
+
+    class Outer(nn.Module):
+        def __init__(self, part: nn.Module) -> None:
+            super().__init__()
+            self.part = part
+
+        @override
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.part(x)
+
+    part = nn.Sequential(nn.Linear(2, 2))
+    bare = symbolic_trace(Outer(part)).code
+    observe(part, session)
+    assert symbolic_trace(Outer(part)).code == bare
+    assert (session.deliveries, session.errors) == ([], [])
+
+
+def test_an_exported_model_is_exported_as_it_is(session: MemorySession) -> None:
+    """Nothing was sampled, and the program gives the same numbers."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    x = torch.ones(3, 2)
+    expected = model(x)
+    observe(model, session)
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
+    assert (session.deliveries, session.errors) == ([], [])
+
+
+def test_lazy_modules_are_measured_from_their_first_forward(session: MemorySession) -> None:
+    """The catalog learns their types and parameters when they do, and gradients come too."""
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyBatchNorm1d())
+    observer = observe(model, session)
+    assert [(m.type, m.parameter_count) for m in session.modules] == [
+        ("LazyLinear", 0),
+        ("ReLU", 0),
+        ("LazyBatchNorm1d", 0),
+    ]
+    model(torch.randn(8, 3)).sum().backward()
+    observer.flush()
+    assert [(m.type, m.parameter_count) for m in session.modules] == [
+        ("Linear", 16),
+        ("ReLU", 0),
+        ("BatchNorm1d", 8),
+    ]
+    assert {m.reasons[0] for m in session.outputs() + session.gradients()} == {""}
+    assert session.errors == []
+
+
+def test_a_lazy_module_may_be_called_directly(session: MemorySession) -> None:
+    """Its class changes under the override, whose forward is that of the moment."""
+    model = nn.Sequential(nn.LazyLinear(4))
+    observe(model, session, capture_direct_forwards=True)
+    model(torch.ones(1, 3))
+    model.forward(torch.ones(1, 3))
+    assert [m.shape for m in session.outputs()] == [(1, 4)] * 2
+    assert type(model[0]) is nn.Linear
+
+
+def test_dataclasses_named_tuples_and_keys_of_any_type_have_paths(session: MemorySession) -> None:
+    """Outputs and their gradients, one row set each; paths that read alike are told apart."""
+
+    def spread(x: torch.Tensor) -> dict[Any, Any]:
+        return {
+            1: Output(x * 1, [x * 2]),
+            ("a", 2): Pair(x * 3, x * 4),
+            "a.b": x * 5,
+            "a": {"b": x * 6},
+        }
+
+    model = Recorder(spread)
+    observe(model, session)
+    output = model(torch.ones(2, requires_grad=True))
+    paths = {
+        "1.logits": 1.0,
+        "1.hidden.0": 2.0,
+        "('a', 2).left": 3.0,
+        "('a', 2).right": 4.0,
+        "a.b": 5.0,
+        "a.b#2": 6.0,
+    }
+    assert {m.tensor_path: value(m) for m in session.outputs()} == {
+        f"output.{path}": number for path, number in paths.items()
+    }
+    pair = output[("a", 2)]
+    (output[1].logits + output[1].hidden[0] + pair.left + pair.right + output["a.b"]).sum().backward()
+    assert {m.tensor_path: m.reasons[0] for m in session.gradients()} == {
+        **{f"grad_output.{path}": "" for path in paths},
+        "grad_output.a.b#2": "no_gradient",
+    }
+
+
+def test_one_tensor_under_several_names_has_rows_for_each(session: MemorySession) -> None:
+    """Twice in one output and from several modules: the whole gradient stands under each."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Identity(), Recorder(lambda x: (x, x)))
+    observe(model, session, selector=everything)
+    left, right = model(torch.ones(1, 2))
+    (left + 2 * right).sum().backward()
+    assert [(m.layer, m.tensor_path) for m in session.outputs()] == [
+        ("0", "output"),
+        ("1", "output"),
+        ("2", "output.0"),
+        ("2", "output.1"),
+        ("", "output.0"),
+        ("", "output.1"),
+    ]
+    assert len({m.values for m in session.outputs()}) == 1
+    assert len(session.gradients()) == 6
+    assert {value(m) for m in session.gradients()} == {3.0}
+
+
+def test_a_view_that_is_changed_in_place_says_so_and_keeps_its_value(session: MemorySession) -> None:
+    """Its value is that before the change; its gradient is lost, and the row gives the reason."""
+    linear = nn.Linear(2, 4)
+    model = nn.Sequential(linear, Recorder(lambda x: x.view(-1)), nn.ReLU(inplace=True))
+    observe(model, session)
+    x = torch.randn(3, 2)
+    with torch.no_grad():
+        before = nn.functional.linear(x, linear.weight, linear.bias)
+    (model(x) * 3).sum().backward()
+    view = session.outputs()[1]
+    assert value(view, "min") == before.min().item() < 0
+    reasons = {m.layer: m.reasons[0] for m in session.gradients()}
+    assert reasons == {
+        "0": "",
+        "1": "no_gradient: none came, or a view was changed in place, which loses its hook",
+        "2": "",
+    }
+    gradient = next(m for m in session.gradients() if m.layer == "0")
+    assert value(gradient, "zero_fraction") == (before <= 0).double().mean().item() > 0
+
+
+def test_custom_autograd_functions_are_measured_with_the_gradients_that_they_make(
+    session: MemorySession,
+) -> None:
+    """A straight-through rounding: its own gradient and the one that it hands on."""
+
+    class Round(torch.autograd.Function):
+        @staticmethod
+        @override
+        def forward(*args: Any, **_kwargs: Any) -> Any:
+            return args[1].round()
+
+        @staticmethod
+        @override
+        def backward(ctx: Any, *grad_outputs: Any) -> Any:
+            return grad_outputs[0] * 7
+
+    model = nn.Sequential(Recorder(lambda x: x * 1), Recorder(Round.apply))
+    observe(model, session)
+    model(torch.full((2,), 0.7, requires_grad=True)).sum().backward()
+    assert [(m.layer, value(m)) for m in session.outputs()] == [
+        ("0", pytest.approx(0.7)),
+        ("1", 1.0),
+    ]
+    assert [(m.layer, value(m)) for m in session.gradients()] == [("1", 1.0), ("0", 7.0)]
+
+
+def test_what_other_tools_hooks_make_of_an_output_is_what_is_measured(session: MemorySession) -> None:
+    """On a layer and on the model, attached before or after: the value that the caller gets."""
+
+    def doubled(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        return output * 2
+
+    model = nn.Sequential(Recorder(lambda x: x + 1))
+    model[0].register_forward_hook(doubled)
+    model.register_forward_hook(doubled)
+    observe(model, session, selector=everything)
+    model.register_forward_hook(doubled)
+    output = model(torch.ones(2, requires_grad=True))
+    output.sum().backward()
+    assert [(m.layer, value(m)) for m in session.outputs()] == [("0", 4.0), ("", output[0].item())]
+    assert output[0].item() == 16.0
+    assert [(m.layer, value(m)) for m in session.gradients()] == [("", 1.0), ("0", 4.0)]
+
+
+def test_parent_and_child_observers_measure_the_same_numbers(session: MemorySession) -> None:
+    """Each has its own samples, forward and backward, and neither sees the other."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
+    inner = MemorySession()
+    observe(model, session)
+    observe(model[0], inner)
+    model(torch.randn(3, 2)).sum().backward()
+    model[0](torch.randn(3, 2)).sum().backward()
+    assert [s.ordinal for s in session.samples()] == [0, 0]
+    assert [s.ordinal for s in inner.samples()] == [0, 0, 1, 1]
+    assert inner.outputs()[0].values == session.outputs()[0].values
+    assert inner.gradients()[0].values == session.gradients()[1].values
+
+
+def test_scripted_children_run_and_their_parents_are_measured(session: MemorySession) -> None:
+    """A scripted module takes no hook; the layer after it shows its output."""
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    model = nn.Sequential(scripted, nn.Identity())
+    with pytest.warns(RuntimeWarning, match="a scripted module takes no forward hooks"):
+        observe(model, session, capture_direct_forwards=True)
+    output = model(torch.ones(1, 2))
+    output.sum().backward()
+    measured = {m.layer: value(m) for m in session.outputs()}
+    assert measured == {"1": pytest.approx(output.mean().item())}
+
+
+def test_threads_with_their_own_grad_modes_do_not_mix(session: MemorySession) -> None:
+    """A thread that evaluates while another one trains has rows of its own kind."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    observe(model, session)
+    barrier = threading.Barrier(2)
+
+    def evaluate() -> None:
+        barrier.wait(10)
+        with torch.no_grad():
+            for _ in range(20):
+                model(torch.ones(1, 2))
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    barrier.wait(10)
+    for _ in range(20):
+        model(torch.ones(1, 2)).sum().backward()
+    thread.join()
+    states = [(s.state, s.position.grad_enabled) for s in session.samples()]
+    assert states.count((SampleState.FORWARD_COMPLETE, False)) == 20
+    assert states.count((SampleState.FORWARD_COMPLETE, True)) == 20
+    assert states.count((SampleState.BACKWARD_OBSERVED, True)) == 20
+
+
+def test_layers_captured_into_a_graph_inside_a_forward_are_skipped_with_the_reason(
+    session: MemorySession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of ours becomes part of the graph; the layers outside of it are measured."""
+    capturing = [False]
+
+    def is_capturing() -> bool:
+        return capturing[0]
+
+    def capture(x: torch.Tensor) -> torch.Tensor:
+        capturing[0] = not capturing[0]
+        return x * 1
+
+    monkeypatch.setattr(observation, "is_capturing_graph", is_capturing)
+    monkeypatch.setattr(probe, "is_capturing_graph", is_capturing)
+    seen: list[int] = []
+
+    def count(tensor: torch.Tensor) -> dict[str, float]:
+        assert not capturing[0]
+        seen.append(1)
+        return {"count": float(tensor.numel())}
+
+    model = nn.Sequential(nn.Linear(2, 2), Recorder(capture), nn.Linear(2, 2), Recorder(capture))
+    observe(model, session, reducers=(count,))
+    model(torch.ones(1, 2)).sum().backward()
+    assert {m.layer: m.reasons[0] for m in session.outputs()} == {
+        "0": "",
+        "1": "graph_capture",
+        "2": "graph_capture",
+        "3": "",
+    }
+    assert {m.layer: m.reasons[0] for m in session.gradients()} == {
+        "0": "",
+        "1": "graph_capture",
+        "2": "graph_capture",
+        "3": "",
+    }
+    assert len(seen) == 4
+
+
+def test_a_fused_encoder_gives_the_same_numbers_while_it_is_measured(session: MemorySession) -> None:
+    """Hooks turn its fast path off for a sampled forward; on the CPU the result is the same to the bit."""
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        bare = model(x)
+        observe(model, session)
+        observed = model(x)
+    assert torch.equal(bare, observed)
+    assert "layers.1.linear2" in {m.layer for m in session.outputs()}
