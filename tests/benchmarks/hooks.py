@@ -4,7 +4,8 @@ One model is attached and detached again and again, for copies of a model differ
 round measures every variant once, in an order that changes from round to round, with the bare step twice: the
 second one is the control (A/A), whose distance from 1 is what the machine adds. A ratio is the median over
 rounds of the variant's time to the bare time of its own round; behind it stand the quartiles of these ratios.
-Times are processor seconds of the process, writer thread left out: samples are not resolved.
+Times are processor seconds of the process, writer thread left out: samples are not resolved. Where the ratio
+of an unsampled step drowns in the control, the microseconds that it adds, printed first, are a better guide.
 
     python tests/benchmarks/hooks.py [--rounds 30]
 """
@@ -192,6 +193,23 @@ def ratios(
     return found
 
 
+def added_microseconds() -> list[list[str]]:
+    """What an unsampled forward costs in itself, on a model that does nothing: least of several runs."""
+    model, x = nn.Sequential(*[nn.Identity() for _ in range(5)]), torch.ones(1)
+
+    def least() -> float:
+        return min(seconds(forward_alone, model, x) for _ in range(20))
+
+    bare_s = least()
+    rows = []
+    for variant in VARIANTS[2:4]:
+        observer = attach(model, variant)
+        rows.append([variant.name, f"{(least() - bare_s) * 1e6:.1f} us"])
+        if observer is not None:
+            observer.close()
+    return rows
+
+
 def table(rows: Iterable[Sequence[str]]) -> str:
     """Columns of equal width."""
     rows = [list(row) for row in rows]
@@ -208,6 +226,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    print(f"added to a forward that is not sampled\n{table(added_microseconds())}", flush=True)
     models = {
         "MLP, 200 x Linear(4, 4)": mlp(),
         "transformer, 4 layers, d 64, 2 x 16": transformer(64, 2, 16),

@@ -86,7 +86,7 @@ def test_a_model_whose_forward_is_called_directly_is_told_what_to_do(session: Me
             super().__init__()
             self.head = nn.Linear(2, 2)
 
-        def forward(this, x: torch.Tensor) -> torch.Tensor:  # noqa: N805 - the point of the test
+        def forward(this, x: torch.Tensor) -> torch.Tensor:
             return this.head(x)
 
     model = Named()
