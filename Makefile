@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help install demo test check format clean
+.PHONY: help install demo test test-system check format clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -19,6 +19,9 @@ demo: $(STAMP) ## train a small model on 2 ranks, merge what they wrote, print a
 
 test: $(STAMP) ## every test that needs no root and no apt
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m "not system"
+
+test-system: $(STAMP) ## the tests that need root: a small disk that is really full
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m system
 
 check: $(STAMP) ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .

@@ -180,7 +180,11 @@ class RunSession:
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Returns whether everything left so far became durable in time (any thread but the writer)."""
-        return self._delivery.flush(FLUSH_TIMEOUT_S if timeout_s is None else timeout_s)
+        end_s = time.monotonic() + (FLUSH_TIMEOUT_S if timeout_s is None else timeout_s)
+        if self._enrolling is not None:
+            # Until the run is known there is nothing to flush into.
+            self._enrolling.join(max(end_s - time.monotonic(), 0.0))
+        return self._delivery.flush(max(end_s - time.monotonic(), 0.0))
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Ends the run for this process; returns whether all of it became durable in time. Idempotent."""
