@@ -1,6 +1,11 @@
 """Attach, detach and ask, in a world of one."""
 
+import gc
 import json
+import subprocess
+import sys
+import threading
+import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -191,6 +196,54 @@ def test_a_flush_right_after_the_first_forward_makes_it_durable(tmp_path: Path) 
     assert observer.flush()
     assert open_run(str(tmp_path / "run")).history().collect().height == 2 * 3 * 9
     remove_observer(model)
+
+
+def test_a_program_that_just_ends_keeps_its_samples(tmp_path: Path) -> None:
+    """Without remove_observer, and before the first forward's claim is done, the exit waits and flushes."""
+    program = (
+        "import sys, torch; from torch import nn\n"
+        "from torchinstruments import AlwaysSampler, inject_observer\n"
+        "model = nn.Linear(2, 2); inject_observer(model, output_dir=sys.argv[1], sampler=AlwaysSampler())\n"
+        "model(torch.ones(1, 2)).sum().backward()"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], check=True, timeout=100)
+    run = open_run(str(tmp_path / "run"))
+    assert run.history().collect().height == 2 * 9
+    assert [manifest.status for manifest in run.manifests] == ["closed"]
+
+
+def test_two_models_as_one_run_in_one_folder_are_refused(tmp_path: Path) -> None:
+    """They would mix their rows; after the first is removed, its run goes on as a second generation."""
+    first, second = make_model(), make_model()
+    inject_observer(first, output_dir=tmp_path / "run", run_id="r", sampler=AlwaysSampler())
+    train(first)
+    observer = inject_observer(second, output_dir=tmp_path / "run", run_id="r", sampler=AlwaysSampler())
+    with pytest.warns(RuntimeWarning, match="another observer of this process"):
+        train(second)
+    remove_observer(first)
+    remove_observer(second)
+    assert observer.counters.samples == 0
+    assert open_run(str(tmp_path / "run")).samples().collect().height == 2
+
+
+def test_a_dropped_model_leaves_no_thread_and_no_row_behind(tmp_path: Path) -> None:
+    """Garbage collection of a model that was never removed ends its writer and closes its manifest."""
+    threads = threading.active_count()
+    model = make_model()
+    observer = inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler())
+    train(model)
+    assert observer.flush()
+    train(model)
+    del model, observer
+    gc.collect()
+    for _ in range(200):
+        if threading.active_count() == threads:
+            break
+        time.sleep(0.05)
+    assert threading.active_count() == threads
+    run = open_run(str(tmp_path / "run"))
+    assert run.samples().collect().height == 4
+    assert [manifest.status for manifest in run.manifests] == ["closed"]
 
 
 def test_two_models_of_one_process_keep_apart(tmp_path: Path) -> None:

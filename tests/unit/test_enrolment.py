@@ -11,6 +11,7 @@ from torchinstruments.enrolment import (
     Destination,
     Enrolment,
     RunPlan,
+    _notices,
     can_agree,
     enrol,
     raise_failure,
@@ -18,6 +19,7 @@ from torchinstruments.enrolment import (
 )
 from torchinstruments.errors import ConfigurationError, StorageDeniedError, StorageNotFoundError
 from torchinstruments.ranks.policy import parse_policy
+from torchinstruments.ranks.rendezvous import Agreement
 from torchinstruments.records import Claim, Identity
 from torchinstruments.store.local_target import LocalTarget
 from torchinstruments.store.spool import SpoolTarget
@@ -72,6 +74,9 @@ def test_a_world_of_one_writes_straight_into_the_runs_folder(tmp_path: Path) -> 
     assert found.claim.verified
     assert found.claim.alone
     assert found.notices == ()
+    generation = json.loads((tmp_path / "run" / "generations" / "000.json").read_text())
+    assert [member["process"] for member in generation["members"]] == ["00000000"]
+    assert generation["members_complete"]
     found.target.write_document("process-x.json", b"{}")
     assert (tmp_path / "run" / "process-x.json").exists()
 
@@ -129,6 +134,28 @@ def test_a_host_without_the_leaders_disk_gets_the_agreed_record(tmp_path: Path) 
     again = enrolled(tmp_path / "run", replace(identity(), process="0000000b"))
     assert json.loads((tmp_path / "run" / "run.json").read_text())["run_id"] == found.claim.run_id
     assert again.claim.generation == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "run_id", "word"),
+    [
+        ("/data/main", None, "/data/main"),
+        ("/data/run", "mine", "run_id='mine'"),
+        ("/other/host/run", None, ""),
+        ("/data/run", "agreed", ""),
+    ],
+)
+def test_a_rank_that_asked_for_something_else_says_so(asked: str, run_id: str | None, word: str) -> None:
+    """Another folder name or run id than the leader's is a notice; the same name on another disk is none."""
+    claim = Claim(url="/data/run", run_id="agreed", generation=0, first_sample_id=0, verified=True)
+    notices = _notices(
+        identity(1, 2),
+        Destination(asked, None, run_id),
+        claim,
+        Agreement(claim, leader=False, verified=True),
+    )
+    assert bool(notices) == bool(word)
+    assert word in "".join(notices)
 
 
 def test_nowhere_to_write_is_a_notice_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,12 @@ def test_what_turns_telemetry_off(value: str, expected: bool) -> None:
     assert environment.is_disabled({"TORCHINSTRUMENTS_DISABLED": value}) is expected
 
 
+def test_a_switch_that_says_neither_is_refused() -> None:
+    """Telemetry that somebody wanted off must not run on because of a typing error."""
+    with pytest.raises(ConfigurationError, match=r"TORCHINSTRUMENTS_DISABLED is 'maybe'.*unset"):
+        environment.is_disabled({"TORCHINSTRUMENTS_DISABLED": "maybe"})
+
+
 def test_the_spool_lies_where_it_was_asked_for_else_in_the_cache() -> None:
     """The own variable wins over XDG_CACHE_HOME, which wins over the home folder."""
     own = {"TORCHINSTRUMENTS_SPOOL_DIR": "/a", "XDG_CACHE_HOME": "/b"}
