@@ -7,14 +7,17 @@ STAMP := .venv/.installed
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
+# torch by itself first: the resolver of all the rest then finds it there and can choose no other.
 install: $(STAMP) ## create .venv and install the project with its development tools
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv, this takes a few minutes"
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
-demo: $(STAMP) ## train a small model on 2 ranks, merge what they wrote, print a short table
+demo: $(STAMP) ## train a small model on 2 ranks, merge what they wrote, print how they compare
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python launch/demo.py
 
 test: $(STAMP) ## every test that needs no root and no apt
