@@ -36,7 +36,7 @@ def train(model: nn.Module, *, num_steps: int, generator: torch.Generator) -> fl
 def main() -> None:
     """Trains once, observed, and prints where the telemetry lies."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--output-dir", default="stats", help="folder or URL (default: %(default)s)")
+    parser.add_argument("--output-dir", default="runs/basic", help="folder or URL (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps (default: %(default)s)")
     options = parser.parse_args()
 

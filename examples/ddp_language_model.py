@@ -254,8 +254,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--fp16", action="store_true", help="autocast to float16, with a GradScaler")
     parser.add_argument(
         "--output-dir",
-        default=os.environ.get("OUTPUT_DIR", "stats"),
-        help="folder or URL for the telemetry (default: the variable OUTPUT_DIR, else stats)",
+        default=os.environ.get("OUTPUT_DIR", "runs/language-model"),
+        help="folder or URL for the telemetry (default: the variable OUTPUT_DIR, else runs/language-model)",
     )
     sampling = parser.add_mutually_exclusive_group()
     sampling.add_argument("--sample-every-steps", type=int, default=5, help="(default: %(default)s)")

@@ -22,7 +22,12 @@ from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.focus import select_focus
 from torchinstruments.observe.observer import InertObserver, Observer, observer_of, refuse_second
 from torchinstruments.observe.probe import RootProbe
-from torchinstruments.observe.sampling import SamplingPolicy, TimedSampler, describe
+from torchinstruments.observe.sampling import (
+    SamplingPolicy,
+    TimedSampler,
+    describe,
+    validate_sampler,
+)
 from torchinstruments.observe.selection import Layer, Selector, leaf_modules, select_layers
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.identity import new_process_id
@@ -265,6 +270,8 @@ def _attach(
     except BaseException:
         session.close()
         raise
+    # A model that is dropped without remove_observer must not leave its writer thread behind.
+    weakref.finalize(model, session.abandon).atexit = False
     return observer
 
 
@@ -340,11 +347,7 @@ def _sampler(interval: timedelta | Unset, sampler: SamplingPolicy | None) -> Sam
             f"interval={interval!r} and sampler={sampler!r} conflict: a sampler decides alone; give one "
             f"of the two"
         )
-    if not callable(getattr(sampler, "should_sample", None)):
-        raise ConfigurationError(
-            f"sampler={sampler!r} has no method should_sample(event); give one, EveryNStepsSampler(100) say"
-        )
-    return sampler
+    return validate_sampler(sampler)
 
 
 def _error_policy(value: object) -> ErrorPolicy:

@@ -32,7 +32,7 @@ from torchinstruments.store.claim import (
     run_url,
     write_members,
 )
-from torchinstruments.store.filesystem import is_remote, open_storage, redact
+from torchinstruments.store.filesystem import LocalStorage, is_remote, open_storage, redact
 from torchinstruments.store.layout import rank_folder, safe_run_id
 from torchinstruments.store.local_target import LocalTarget
 from torchinstruments.store.schema import SCHEMA_VERSION
@@ -161,7 +161,9 @@ def enrol(
         return claim_in_child(_in_run(destination.url, run_id), destination.storage_options, request)
 
     def fallback() -> Claim:
-        run_id = safe_run_id(destination.run_id or configured_run_id() or f"unverified-{identity.process}")
+        # The leader, when it comes, takes the id that the store keeps, so that all rows belong together.
+        run_id = destination.run_id or configured_run_id() or kept_run_id(store, channel, _new_run_id)
+        run_id = safe_run_id(run_id)
         url = _in_run(destination.url, run_id)
         generation = identity.restart_count or 0
         return Claim(
@@ -193,7 +195,7 @@ def enrol(
         return Enrolment(agreed, run, agreement, None, "", None, ())
     url = _in_run(destination.url, agreed.run_id)
     place = _Place(identity, destination, url, agreed, run, plan.policy, started_at)
-    notices = [agreed.notice] if agreed.notice else []
+    notices = _notices(identity, destination, agreed, agreement)
     target: PartTarget | None = None
     copy_folder: Path | None = None
     spool_path = ""
@@ -207,7 +209,36 @@ def enrol(
             )
     if agreement.leader:
         members.write_with(place.members_writer(target))
+        if agreement.service is None:
+            # Nobody else could be asked, and in a world of one there is nobody else.
+            me = Member(identity.rank, identity.process, identity.host, identity.local_rank, observing)
+            try:
+                members.tell((me,), identity.world_size == 1)
+            except OSError as error:
+                notices.append(f"the members of generation {agreed.generation} could not be stored: {error}")
     return Enrolment(agreed, run, agreement, target, spool_path, copy_folder, tuple(notices))
+
+
+def _notices(identity: Identity, destination: Destination, agreed: Claim, agreement: Agreement) -> list[str]:
+    """Returns what this rank's user should read: the leader says what all share, a rank what is its own."""
+    if agreement.leader or not agreement.verified:
+        return [agreed.notice] if agreed.notice else []
+    if destination.run_id not in {None, agreed.run_id}:
+        notice = (
+            f"rank {identity.rank} was given run_id={destination.run_id!r}, but the leader's run is "
+            f"{agreed.run_id!r}, which counts for all ranks; give every rank the same run_id"
+        )
+        return [notice]
+    asked = _in_run(destination.url, agreed.run_id).rstrip("/").rpartition("/")[2]
+    found = agreed.url.removesuffix(f"/run-{agreed.run_id}").rpartition("/")[2]
+    if asked not in {found, ".", ""} and not asked.startswith("~"):
+        notice = (
+            f"rank {identity.rank} asked for {redact(destination.url)}, but the leader's folder is "
+            f"{agreed.url}; attach the observers of a process in the same order, with the same arguments, on "
+            f"every rank"
+        )
+        return [notice]
+    return []
 
 
 def try_destination(destination: Destination, plan: RunPlan, identity: Identity) -> Claim:
@@ -289,6 +320,7 @@ class _Place:
             # This host may not share the leader's disk; and its own may be read-only.
             with contextlib.suppress(OSError, ValueError):
                 home = ensure_run(open_storage(local_path(self._url)), self._run)
+                LocalStorage(f"{home.url}/{self._folder}").prepare()
                 if self._identity.local_rank == 0:
                     ensure_generation(home, self._generation((), complete=False, leader_process=""))
                 target = LocalTarget(home, self._folder, self._identity.process)

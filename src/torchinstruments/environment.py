@@ -123,8 +123,20 @@ def integer(name: str, environ: Mapping[str, str] | None = None) -> int | None:
 
 
 def is_disabled(environ: Mapping[str, str] | None = None) -> bool:
-    """Returns whether ``TORCHINSTRUMENTS_DISABLED`` turns every observer off."""
-    return (text(DISABLED, environ) or "").lower() in {"1", "true", "yes", "on"}
+    """Returns whether ``TORCHINSTRUMENTS_DISABLED`` turns every observer off.
+
+    Raises:
+        ConfigurationError: It says neither yes nor no.
+    """
+    value = text(DISABLED, environ) or "0"
+    if value.lower() in {"1", "true", "yes", "on"}:
+        return True
+    if value.lower() in {"0", "false", "no", "off"}:
+        return False
+    raise ConfigurationError(
+        f"the environment variable {DISABLED} is {value!r}, but has to be 1, true, yes or on, or 0, false, "
+        f"no or off; correct it, or unset it"
+    )
 
 
 def spool_root(environ: Mapping[str, str] | None = None) -> Path:

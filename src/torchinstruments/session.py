@@ -5,10 +5,12 @@ configured wrongly raises there on all ranks alike. Else it waits: the first roo
 process is, and a thread enrols while samples queue. From then on nothing here raises.
 """
 
+import atexit
 import logging
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -23,9 +25,9 @@ from torchinstruments.enrolment import (
     raise_failure,
     try_destination,
 )
-from torchinstruments.errors import TorchInstrumentsError
+from torchinstruments.errors import ConfigurationError, TorchInstrumentsError
 from torchinstruments.observe.emptiness import likely_reason
-from torchinstruments.ranks.identity import discover, world_of_one
+from torchinstruments.ranks.identity import configured_run_id, discover, world_of_one
 from torchinstruments.records import (
     AttemptRecord,
     Counters,
@@ -34,7 +36,7 @@ from torchinstruments.records import (
     Identity,
     ModuleRecord,
 )
-from torchinstruments.sinks.delivery import Delivery
+from torchinstruments.sinks.delivery import EXIT_TIMEOUT_S, Delivery
 from torchinstruments.sinks.directory import RankFolderSink
 from torchinstruments.sinks.event_files import HistogramFiles, open_histogram_files
 from torchinstruments.sinks.sink import Sink
@@ -137,6 +139,7 @@ class RunSession:
             raise_failure(try_destination(self._destination, self._plan, assumed))
             return False
         self._settle(identity)
+        self._refuse_shared_folder()
         enrolment = self._enrol(identity)
         raise_failure(enrolment.claim)
         self._start(identity, enrolment)
@@ -148,6 +151,7 @@ class RunSession:
             return self._observing
         try:
             self._settle(discover(self._process, self._device) or world_of_one(self._process, self._device))
+            self._refuse_shared_folder()
         except TorchInstrumentsError as error:
             self._observing = False
             self._identity = world_of_one(self._process, self._device)
@@ -156,6 +160,7 @@ class RunSession:
         self._enrolling = threading.Thread(
             target=self._enrol_in_background, name="torchinstruments-enrolment", daemon=True
         )
+        _WAITING.add(self)
         self._enrolling.start()
         return self._observing
 
@@ -186,7 +191,11 @@ class RunSession:
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Returns whether everything left so far became durable in time (any thread but the writer)."""
-        return self._delivery.flush(FLUSH_TIMEOUT_S if timeout_s is None else timeout_s)
+        end_s = time.monotonic() + (FLUSH_TIMEOUT_S if timeout_s is None else timeout_s)
+        if self._enrolling is not None:
+            # Until the run is known there is nothing to flush into.
+            self._enrolling.join(max(end_s - time.monotonic(), 0.0))
+        return self._delivery.flush(max(end_s - time.monotonic(), 0.0))
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Ends the run for this process; returns whether all of it became durable in time. Idempotent."""
@@ -211,10 +220,17 @@ class RunSession:
             where = enrolment.spool_path if enrolment is not None else ""
             self._warn(
                 "late",
-                f"not everything reached {self.url} within {wait_s:g} s; "
-                + (f"the rest lies in {where} and is carried on from there" if where else "the rest is lost"),
+                f"not everything has reached {self.url} yet; the rest lies in {where} and is still carried"
+                if where
+                else f"not everything reached {self.url}; the rest is lost",
             )
         return arrived
+
+    def abandon(self) -> None:
+        """Ends the run without waiting, for a model that is gone without remove_observer (any thread)."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._delivery.close(0.0, complete=False)
 
     def _say_if_empty(self) -> None:
         counted = self._source()
@@ -222,6 +238,18 @@ class RunSession:
             elapsed_s = time.monotonic() - self._attached_s
             reason = likely_reason(self._plan.sampling, forwards=counted.forwards, elapsed_s=elapsed_s)
             self._warn("empty", f"the run has no sample: {reason}")
+
+    def finish_enrolment(self, timeout_s: float) -> None:
+        """Waits for an enrolment that is still going on (at interpreter exit)."""
+        if self._enrolling is None:
+            return
+        self._enrolling.join(timeout_s)
+        if self._enrolling.is_alive() and self._source().samples:
+            self._warn(
+                "exit",
+                f"the program ended before the run's folder {self.url} could be claimed, so its "
+                f"{self._source().samples} samples are lost; call remove_observer(model) before the end",
+            )
 
     def _settle(self, identity: Identity) -> None:
         """Takes who this process is, and what the rank policy makes of that.
@@ -232,6 +260,28 @@ class RunSession:
         self._plan.policy.validate(identity.world_size)
         self._observing = self._plan.policy.observes(identity)
         self._identity = identity
+
+    def _refuse_shared_folder(self) -> None:
+        """Keeps two observers of one process from writing as one run into one folder.
+
+        Without a run id of the user or the launcher each makes its own, and the second goes beside.
+
+        Raises:
+            ConfigurationError: Another observer that is still open has the same folder and run id.
+        """
+        run_id = self._destination.run_id or configured_run_id()
+        for other in list(_OPEN):
+            if (
+                run_id is not None
+                and not other._is_closed  # noqa: SLF001 - the class and its list are one
+                and other._destination == self._destination  # noqa: SLF001
+            ):
+                raise ConfigurationError(
+                    f"output_dir={redact(self._destination.url)!r} is used by another observer of this "
+                    f"process for run {run_id!r}; give each model its own folder, or remove the "
+                    f"other observer first"
+                )
+        _OPEN.add(self)
 
     def _enrol(self, identity: Identity) -> Enrolment:
         enrolment = enrol(
@@ -258,8 +308,7 @@ class RunSession:
     def _start(self, identity: Identity, enrolment: Enrolment) -> None:
         """Starts the writer thread, on a rank that observes and has a place to write."""
         for notice in enrolment.notices:
-            if identity.rank == 0 or not enrolment.claim.verified or enrolment.target is None:
-                self._warn(notice, notice)
+            self._warn(notice, notice)
         if not self._observing or enrolment.target is None:
             return
         self._writer = RankWriter(
@@ -314,3 +363,16 @@ class RunSession:
 
 
 _MAX_KINDS = 100
+_OPEN: "weakref.WeakSet[RunSession]" = weakref.WeakSet()
+_WAITING: "weakref.WeakSet[RunSession]" = weakref.WeakSet()
+
+
+def _finish_enrolments_at_exit() -> None:
+    """Lets what a first forward began come to its end, before the writer threads are asked to finish."""
+    end_s = time.monotonic() + EXIT_TIMEOUT_S
+    for session in list(_WAITING):
+        session.finish_enrolment(max(end_s - time.monotonic(), 0.0))
+
+
+# Hooks run in the reverse order of their registration: this one before that of the delivery threads.
+getattr(threading, "_register_atexit", atexit.register)(_finish_enrolments_at_exit)

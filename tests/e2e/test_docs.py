@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchinstruments import inject_observer
+from torchinstruments import inject_observer, open_run
 from torchinstruments.environment import SPOOL_DIR
 from torchinstruments.records import Reason
 from torchinstruments.store.schema import TABLE_SCHEMAS
@@ -25,6 +25,7 @@ PAGES = sorted(
     for path in PROJECT.glob(pattern)
 )
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FOLDER = re.compile(r'output_dir="([^"]+)"')
 LINK = re.compile(r"\[[^\]]*\]\(([^)#:]+)\)")
 GIVEN = """
 import torch
@@ -136,12 +137,29 @@ def test_shell_blocks_with_an_object_store_run_on_a_real_one(
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.language == "python"}))
-def test_python_blocks_run(checkout: Path, page: str) -> None:
-    """The Python blocks of a page run one after the other, and each run lies where they say."""
+def test_python_blocks_run(checkout: Path, page: str, tmp_path: Path) -> None:
+    """The Python blocks of a page run one after the other, and each run lies where they say, with samples."""
     text = "\n".join(block.text for block in BLOCKS if block.page == page and block.language == "python")
-    run(sys.executable, "-c", GIVEN + text, cwd=checkout)
-    for folder in re.findall(r'output_dir="([^"]+)"', text):
-        assert (checkout / folder / "run.json").is_file(), folder
+    variables = {SPOOL_DIR: str(tmp_path / "spool")}
+    output = run(sys.executable, "-c", GIVEN + text, cwd=checkout, variables=variables)
+    for folder in re.findall(FOLDER, text):
+        assert open_run(str(checkout / folder)).samples().collect().height > 0, folder
+    for bucket in re.findall(r"make_bucket\('([\w-]+)'\)", text):
+        assert re.search(rf"MergeResult\('s3://{bucket}/run/merged', ranks='0', complete\)", output)
+
+
+def test_no_two_pages_or_scripts_share_a_folder() -> None:
+    """Whoever follows README, pages and examples in turn finds each run in a folder of its own."""
+    folders = [
+        folder for block in BLOCKS if block.language == "python" for folder in re.findall(FOLDER, block.text)
+    ]
+    for path in sorted(PROJECT.glob("examples/*.py")):
+        folders += re.findall(
+            r'"--output-dir",\s+default=[^"]*(?:"OUTPUT_DIR", )?"([^"]+)"', path.read_text()
+        )
+    folders += re.findall(r"OUTPUT_DIR=(runs/\w+)", FIRST_COMMANDS.text)
+    assert {"runs/first", "runs/basic", "runs/language-model"} <= set(folders)
+    assert len(folders) == len(set(folders))
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -294,6 +294,17 @@ def test_the_rank_policy_tells_who_is_expected(
     assert (coverage["expected_ranks"], coverage["expected_ranks_known"]) == (expected, known)
 
 
+def test_a_run_is_not_complete_while_nobody_knows_who_was_expected(tmp_path: Path) -> None:
+    """A policy that only ranks themselves can apply, and a leader that did not hear of all: exit code 1."""
+    run = RunFolder(tmp_path / "run", world_size=2, rank_policy="callable:mine").run()
+    member = Member(0, process_of(0), "host-a", 0, observing=True)
+    run.generation(0, [member], complete=False)
+    whole_rank(run, 0)
+    assert not coverage_of(run)["complete"]
+    run.generation(0, [member, Member(1, process_of(1), "host-a", 1, observing=False)], complete=True)
+    assert coverage_of(run)["complete"]
+
+
 def test_without_generations_the_run_tells_who_is_expected(tmp_path: Path) -> None:
     """Where no generation was recorded, the world of run.json counts."""
     run = RunFolder(tmp_path / "run", world_size=2).run()

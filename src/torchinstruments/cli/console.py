@@ -49,7 +49,7 @@ class ProgressLine:
         if tenth > self._last_tenth:
             self._last_tenth = tenth
             print(
-                f"read {done} of {total} {self._what} ({100 * done // max(total, 1)} %)",
+                f"read {done} of {total} {self._what} ({100 * done // max(total, 1)}%)",
                 file=sys.stderr,
                 flush=True,
             )

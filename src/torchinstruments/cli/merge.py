@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from torchinstruments.cli.command import Command, add_place_arguments, storage_options
 from torchinstruments.cli.console import ProgressLine, count_text, print_table
+from torchinstruments.cli.folders import open_folders, print_runs_beside
 
 if TYPE_CHECKING:
     from torchinstruments.merge.result import MergeResult
@@ -35,11 +36,14 @@ def _run(arguments: argparse.Namespace) -> int:
     from torchinstruments.merge.rank_sets import parse_ranks
 
     ranks = None if arguments.ranks is None else parse_ranks(arguments.ranks)
+    options = storage_options(arguments)
+    # Looked into first, so that nothing that goes wrong here can come after a result that was written.
+    folders = open_folders(arguments.urls, options)
     with ProgressLine("ranks") as progress:
         merged = merge_run(
             *arguments.urls,
             output=arguments.output,
-            storage_options=storage_options(arguments),
+            storage_options=options,
             ranks=ranks,
             progress=progress,
         )
@@ -47,7 +51,9 @@ def _run(arguments: argparse.Namespace) -> int:
         from torchinstruments.store.manifest import encode_document
 
         sys.stdout.write(encode_document(dict(merged.result)).decode())
-    _print_summary(merged, sys.stderr if arguments.as_json else sys.stdout)
+    file = sys.stderr if arguments.as_json else sys.stdout
+    _print_summary(merged, file)
+    print_runs_beside(folders, file)
     return 0 if merged.complete else 1
 
 
@@ -64,15 +70,21 @@ COMMAND = Command(
 def _print_summary(merged: "MergeResult", file: TextIO) -> None:
     coverage = _record(merged.result["coverage"])
     run = _record(merged.result["run"])
-    print(f"run {run['run_id']}: {'complete' if merged.complete else 'NOT COMPLETE'}", file=file)
-    for name, text in _coverage_lines(coverage):
-        print(f"  {name:<12} {text}", file=file)
     processes = _records(merged.result["ranks"])
     rows = sum(_integer(process["rows"]) for process in processes)
     samples = sum(_integer(process["samples"]) for process in processes)
+    print(f"run {run['run_id']}: {_headline(samples, is_complete=merged.complete)}", file=file)
+    for name, text in _coverage_lines(coverage):
+        print(f"  {name:<12} {text}", file=file)
     print(f"  {'read':<12} {count_text(rows, 'row')} of {count_text(samples, 'sample')}", file=file)
     print(f"  {'result':<12} {merged.url.rstrip('/')}/result.json", file=file)
     _print_widest(merged, file)
+
+
+def _headline(num_samples: int, *, is_complete: bool) -> str:
+    if is_complete:
+        return "complete" if num_samples else "complete, but no sample was taken"
+    return "NOT COMPLETE" if num_samples else "NOT COMPLETE, and no sample was found"
 
 
 def _coverage_lines(coverage: _Record) -> list[tuple[str, str]]:
@@ -97,7 +109,7 @@ def _coverage_lines(coverage: _Record) -> list[tuple[str, str]]:
             lines.append((noun, count_text(number, "row" if noun == "dropped" else "part of another run")))
     for host, rows in _record(coverage["rows_in_spool"]).items():
         lines.append(("in spool", f"{count_text(_integer(rows), 'row')} still on host {host}"))
-    lines.append(_alignment_line(_record(coverage["alignment"])))
+    lines += _alignment_lines(_record(coverage["alignment"]))
     return lines
 
 
@@ -119,13 +131,15 @@ def _file_lines(coverage: _Record) -> list[tuple[str, str]]:
     return lines
 
 
-def _alignment_line(alignment: _Record) -> tuple[str, str]:
+def _alignment_lines(alignment: _Record) -> list[tuple[str, str]]:
+    """Returns how samples line up between ranks; nothing where fewer than two ranks have any."""
     share = alignment["share_common_to_all_ranks"]
-    if not isinstance(share, float):
-        return ("aligned", "no samples")
+    num_ranks = _integer(alignment["ranks"])
+    if num_ranks < 2 or not isinstance(share, float):
+        return []
     samples = count_text(_integer(alignment["samples"]), "sample")
-    ranks = count_text(_integer(alignment["ranks"]), "rank")
-    return ("aligned", f"{samples} by {', '.join(_texts(alignment['key']))}; {share:.1%} common to {ranks}")
+    by = ", ".join(_texts(alignment["key"]))
+    return [("aligned", f"{samples} by {by}; {share:.1%} common to {count_text(num_ranks, 'rank')}")]
 
 
 def _print_widest(merged: "MergeResult", file: TextIO) -> None:
@@ -149,7 +163,10 @@ def _print_widest(merged: "MergeResult", file: TextIO) -> None:
         ]
         for spread, name, signal, statistic in rows[:_NUM_WIDEST]
     ]
-    print(f"\nwidest between ranks: latest {metric}", file=file)
+    print(
+        f"\nwidest between ranks: latest {metric}; spread = (highest - lowest) / larger magnitude of the two",
+        file=file,
+    )
     print_table(["layer", "signal", *headings, "spread"], cells, file=file, num_text_columns=2)
 
 

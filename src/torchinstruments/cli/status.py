@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from torchinstruments.cli.command import Command, add_place_arguments, storage_options
 from torchinstruments.cli.console import age_text, count_text, print_table
+from torchinstruments.cli.folders import Folders, open_folders, print_runs_beside
 
 if TYPE_CHECKING:
     from torchinstruments.store.inventory import Inventory, ManifestFile
@@ -20,7 +21,8 @@ _HEADINGS = (
     "rank",
     "status",
     "host",
-    "last sample",
+    "as of",
+    "last id",
     "age",
     "samples",
     "rows",
@@ -28,6 +30,7 @@ _HEADINGS = (
     "dropped",
     "errors",
 )
+_NUM_TEXT_COLUMNS = 3
 _MAX_NAMED_FILES = 10
 
 
@@ -41,6 +44,7 @@ class _ProcessStatus:
         generation: Its generation.
         status: ``running``, ``closed`` or ``interrupted``.
         host: Host name.
+        manifest_age_s: Seconds since its manifest was written, which is what everything here is as of.
         samples: Root forwards measured.
         last_sample_id: Last durable sample.
         last_sample_at: When that one began, ISO 8601 UTC.
@@ -56,6 +60,7 @@ class _ProcessStatus:
     generation: int
     status: str
     host: str
+    manifest_age_s: float | None
     samples: int
     last_sample_id: int | None
     last_sample_at: str | None
@@ -74,36 +79,38 @@ class _RunStatus:
     expected_ranks_known: bool
     missing_ranks: list[int]
     ranks_without_manifest: list[int]
+    runs_beside: list[str]
     set_aside: list[dict[str, str]]
     ranks: list[_ProcessStatus]
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from torchinstruments.store.filesystem import open_storage
     from torchinstruments.store.inventory import take_inventory
 
-    options = storage_options(arguments)
-    inventory = take_inventory(*(open_storage(url, options) for url in dict.fromkeys(arguments.urls)))
-    found = _status(inventory, time.time())
+    folders = open_folders(arguments.urls, storage_options(arguments))
+    found = _status(take_inventory(*folders.storages), folders, time.time())
     if arguments.as_json:
         from torchinstruments.store.manifest import encode_document
 
         sys.stdout.write(encode_document(found).decode())
-    _print_status(found, sys.stderr if arguments.as_json else sys.stdout)
+    file = sys.stderr if arguments.as_json else sys.stdout
+    _print_status(found, file)
+    print_runs_beside(folders, file)
     return 0 if _is_well(found) else 1
 
 
 COMMAND = Command(
     name="status",
     summary="list the ranks of a run: last sample and its age, rows, drops, status",
-    description="Lists the ranks of a run by what their manifests say, at least every 5 minutes. Reads no "
-    "measurement, so it is quick, and works while the job runs.",
+    description="Lists the ranks of a run by what their manifests say. A job rewrites them at most once a "
+    "minute and at least every 5 minutes; 'as of' is the age of each. Reads no measurement, so it is quick, "
+    "and works while the job runs.",
     add_arguments=add_place_arguments,
     run=_run,
 )
 
 
-def _status(inventory: "Inventory", now_s: float) -> _RunStatus:
+def _status(inventory: "Inventory", folders: Folders, now_s: float) -> _RunStatus:
     from torchinstruments.merge.expected import expectations
     from torchinstruments.store.liveness import store_now_s
 
@@ -118,6 +125,7 @@ def _status(inventory: "Inventory", now_s: float) -> _RunStatus:
         expected_ranks_known=all(one.is_known for one in wanted),
         missing_ranks=sorted(set(expected) - set(present)),
         ranks_without_manifest=[rank for rank in present if not inventory.ranks[rank].manifests],
+        runs_beside=list(folders.runs_beside),
         set_aside=[
             {"file": f"{inventory.storages[one.source].url.rstrip('/')}/{one.path}", "reason": one.reason}
             for one in inventory.set_aside
@@ -140,6 +148,7 @@ def _process_status(
         generation=manifest.generation,
         status=process_status(inventory, found, store_s).value,
         host=manifest.host,
+        manifest_age_s=_manifest_age_s(found, store_s, now_s),
         samples=manifest.counters.samples,
         last_sample_id=manifest.last_sample_id,
         last_sample_at=manifest.last_sample_at or None,
@@ -149,6 +158,13 @@ def _process_status(
         rows_dropped=rows_dropped(manifest),
         errors=sum(manifest.counters.errors.values()),
     )
+
+
+def _manifest_age_s(found: "ManifestFile", store_s: float, now_s: float) -> float | None:
+    """Both times by the store's clock where it tells one, else by that of the host that wrote and by ours."""
+    if found.modified_at is not None:
+        return max(0.0, store_s - found.modified_at)
+    return _age_s(found.manifest.written_at, now_s)
 
 
 def _age_s(text: str, now_s: float) -> float | None:
@@ -175,9 +191,8 @@ def _print_status(found: _RunStatus, file: TextIO) -> None:
     generations = count_text(found.generations, "generation")
     print(f"run {found.run_id}: {count_text(len(latest), 'rank')}, {generations}", file=file)
     if latest:
-        print_table(
-            _HEADINGS, [_cells(process) for process in latest.values()], file=file, num_text_columns=4
-        )
+        cells = [_cells(process) for process in latest.values()]
+        print_table(_HEADINGS, cells, file=file, num_text_columns=_NUM_TEXT_COLUMNS)
     if len(found.ranks) > len(latest):
         earlier = count_text(len(found.ranks) - len(latest), "earlier process", "earlier processes")
         print(f"{earlier} of these ranks not shown; --json has all", file=file)
@@ -200,11 +215,12 @@ def _print_set_aside(set_aside: Sequence[dict[str, str]], file: TextIO) -> None:
 
 
 def _cells(process: _ProcessStatus) -> list[str]:
-    age_s = process.last_sample_age_s
+    written_s, age_s = process.manifest_age_s, process.last_sample_age_s
     return [
         str(process.rank),
         process.status,
         process.host,
+        "-" if written_s is None else f"{age_text(written_s)} ago",
         "-" if process.last_sample_id is None else str(process.last_sample_id),
         "-" if age_s is None else age_text(age_s),
         f"{process.samples:,}",

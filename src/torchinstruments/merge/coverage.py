@@ -116,6 +116,7 @@ class CoverageFold:
         }
         sections["complete"] = is_complete = not (
             missing_somewhere
+            or not sections["expected_ranks_known"]
             or sections["missing_ranks"]
             or sections["interrupted_ranks"]
             or sections["running_ranks"]

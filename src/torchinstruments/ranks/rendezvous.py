@@ -26,6 +26,7 @@ from torchinstruments.records import Claim, Identity, Member
 __all__ = ["Agreement", "AgreementService", "StoreConnection", "Timing", "agree", "connect", "kept_run_id"]
 
 _PREFIX = "torchinstruments/1"
+_LAST_LOOKS_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,6 +308,7 @@ class AgreementService:
                 heartbeat_s=self._timing.heartbeat_s,
             )
             self._serve(leader, began_s)
+            self._look_once_more(leader)
         except Exception as error:  # noqa: BLE001
             # The store is gone, usually because the job is over.
             self.error = error
@@ -327,6 +329,18 @@ class AgreementService:
             if age_s >= timing.members_after_s and self._claim is not None:
                 self._tell(leader)
             self._pause(leader, age_s, time.monotonic() - now_s)
+
+    def _look_once_more(self, leader: Leader) -> None:
+        """Gives ranks that are just asking a moment: a run may be over before they were all heard of."""
+        end_s = time.monotonic() + _LAST_LOOKS_S
+        leader.claim = self._claim
+        while leader.claim is not None and not leader.deposed and not leader.is_complete:
+            now_s = time.monotonic()
+            leader.poll(now_s)
+            self._complete = leader.is_complete
+            if now_s >= end_s:
+                return
+            time.sleep(min(self._timing.poll_s, end_s - now_s))
 
     def _pause(self, leader: Leader, age_s: float, poll_took_s: float) -> None:
         """Waits for the next look, showing life meanwhile; looks take a twentieth of the time at most."""

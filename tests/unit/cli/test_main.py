@@ -14,7 +14,7 @@ from merge.run_folder import RunFolder, process_of, whole_run
 from torchinstruments import __version__
 from torchinstruments.cli.main import main
 from torchinstruments.merge import engine
-from torchinstruments.records import Counters
+from torchinstruments.records import Counters, Member
 from torchinstruments.store.manifest import TableState
 
 
@@ -39,6 +39,10 @@ def test_merge_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "run run-a: complete" in out
     assert "2 ranks (0-1)" in out
     assert f"{run.url}/merged/result.json" in out
+    assert (
+        "aligned      4 samples by generation, attempt, forward_in_attempt; 100.0% common to 2 ranks" in out
+    )
+    assert "widest between ranks: latest std; spread = (highest - lowest) / larger magnitude" in out
     assert out.splitlines()[-2].split() == ["layer", "signal", "rank", "0", "rank", "1", "spread"]
     assert out.splitlines()[-1].split() == ["fc", "output", "1", "3", "66.7%"]
 
@@ -70,7 +74,7 @@ def test_progress_is_a_line_each_tenth(tmp_path: Path, capsys: pytest.CaptureFix
     run = whole_run(tmp_path / "run", 30, num_samples=1)
     assert main(["merge", run.url]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("read ")]
-    assert lines == [f"read {done} of 30 ranks ({done * 100 // 30} %)" for done in range(3, 31, 3)]
+    assert lines == [f"read {done} of 30 ranks ({done * 100 // 30}%)" for done in range(3, 31, 3)]
 
 
 def test_output_and_ranks(tmp_path: Path) -> None:
@@ -153,22 +157,27 @@ def test_interrupted_by_the_user(
 
 
 def test_status_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A live run lists each rank with its last sample, its age, rows and spool, and exits with 0."""
+    """A live run lists each rank with its manifest's age, its last sample, rows, spool, and exits with 0."""
     run = whole_run(tmp_path / "run")
-    two_minutes_ago = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(time.time() - 300))
-    run.manifest(
+    five_minutes_ago = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(time.time() - 300))
+    manifest = run.manifest(
         1,
         process_of(1),
         status="running",
         last_sample_id=41,
-        last_sample_at=two_minutes_ago,
+        last_sample_at=five_minutes_ago,
         tables={"history": TableState(next_part=1, rows=3000, rows_in_spool=20)},
         counters=Counters(samples=42, errors={"reducer": 3}),
     )
+    three_minutes_ago = time.time() - 180
+    os.utime(manifest, (three_minutes_ago, three_minutes_ago))
     assert main(["status", run.url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "run run-a: 2 ranks, 1 generation"
-    assert lines[-1].split() == ["1", "running", "host-a", "41", "5", "min", "42", "3,000", "20", "0", "3"]
+    assert "as of  last id" in lines[1]
+    assert lines[-1].split() == [
+        *("1", "running", "host-a", "3", "min", "ago", "41", "5", "min", "42", "3,000", "20", "0", "3")
+    ]
 
 
 def test_status_tells_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +210,61 @@ def test_status_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     document: Any = json.loads(captured.out)
     assert [(one["rank"], one["generation"]) for one in document["ranks"]] == [(0, 0), (0, 1), (1, 0)]
     assert document["expected_ranks"] == [0, 1]
+    assert all(one["manifest_age_s"] >= 0 for one in document["ranks"])
+    assert document["runs_beside"] == []
     assert "1 earlier process" in captured.err
+
+
+def test_a_run_without_rows_is_not_just_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where every rank closed and none sampled, the first line of the merge says so."""
+    run = RunFolder(tmp_path / "run", world_size=2).run()
+    members = [Member(rank, process_of(rank), "host-a", rank, observing=True) for rank in range(2)]
+    run.generation(0, members)
+    for rank in range(2):
+        run.manifest(rank, process_of(rank))
+    assert main(["merge", run.url]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == "run run-a: complete, but no sample was taken"
+    assert "aligned" not in out
+    run.manifest(1, process_of(1), status="running")
+    assert main(["merge", run.url]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == "run run-a: NOT COMPLETE, and no sample was found"
+
+
+def test_one_rank_is_compared_with_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The merge of a world of one has no line on what the ranks have in common."""
+    run = whole_run(tmp_path / "run", 1)
+    assert main(["merge", run.url]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == "run run-a: complete"
+    assert "aligned" not in out
+
+
+@pytest.mark.parametrize("command", ["merge", "status"])
+def test_runs_that_lie_beside_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """A folder in which further runs lie says so in one line with their ids; they are not part of the run."""
+    run = whole_run(tmp_path / "run")
+    assert main([command, run.url]) == 0
+    assert "other run" not in capsys.readouterr().out
+    whole_run(tmp_path / "run" / "run-later", run_id="later")
+    assert main([command, run.url]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == "1 other run lies beside this one, in run-<id>/: later"
+    whole_run(tmp_path / "run" / "run-again", run_id="again")
+    assert main([command, run.url]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == "2 other runs lie beside this one, each in run-<id>/: again, later"
+    assert "2 ranks" in out
+
+
+@pytest.mark.parametrize("command", ["merge", "status"])
+def test_a_folder_without_a_run_may_be_early(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """Where there is no run.json, the sentence leaves open that the job has not attached yet."""
+    assert "or the job has not attached yet" in complaint(capsys, command, str(tmp_path))
 
 
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:

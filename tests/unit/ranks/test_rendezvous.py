@@ -197,6 +197,25 @@ def test_stopping_tells_the_members_so_far(server):
     assert [([m.rank for m in members], complete) for members, complete in told] == [([0], False)]
 
 
+def test_stopping_at_once_still_hears_of_a_rank_that_just_attaches(server):
+    """A training of a few milliseconds ends before the second rank has even asked."""
+    told = []
+    leader = agree(
+        _identity(0, "a"),
+        True,
+        _claim,
+        store=_client(server),
+        fallback=_fallback,
+        on_members=lambda members, complete: told.append((members, complete)),
+        timing=QUICK,
+    )
+    _service(leader)._stopped = True
+    follower = _follow(server)
+    _service(leader).stop()
+    assert follower().verified
+    assert [([m.rank for m in members], complete) for members, complete in told] == [([0, 1], True)]
+
+
 def test_a_leader_can_wait_until_all_have_heard(server):
     """Before it raises what the user configured wrongly, which ends its process."""
     follower = _follow(server)

@@ -1,0 +1,277 @@
+"""Attach, detach and ask, in a world of one."""
+
+import gc
+import json
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+from torch import nn
+
+from torchinstruments import (
+    AlwaysSampler,
+    ConfigurationError,
+    ObserverAlreadyAttachedError,
+    TimedSampler,
+    has_observer,
+    inject_observer,
+    open_run,
+    remove_observer,
+)
+
+
+def make_model() -> nn.Module:
+    """Returns two layers with a ReLU between them."""
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def train(model: nn.Module, num_steps: int = 2) -> None:
+    """Runs forwards and backwards."""
+    for _ in range(num_steps):
+        model(torch.randn(3, 4)).sum().backward()
+
+
+def test_an_observer_is_there_from_inject_to_remove(tmp_path: Path) -> None:
+    """has_observer follows, a second removal does nothing, and the model can be attached again."""
+    model = make_model()
+    assert not has_observer(model)
+    inject_observer(model, output_dir=tmp_path / "first", sampler=AlwaysSampler())
+    assert has_observer(model)
+    train(model)
+    remove_observer(model)
+    remove_observer(model)
+    assert not has_observer(model)
+    again = inject_observer(model, output_dir=tmp_path / "second", sampler=AlwaysSampler())
+    train(model)
+    remove_observer(model)
+    assert again.counters.samples == 2
+
+
+def test_no_hook_is_left_on_the_model_after_removal(tmp_path: Path) -> None:
+    """Every module's hook dictionaries are empty again, and no attribute was added."""
+    model = make_model()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler())
+    train(model)
+    remove_observer(model)
+    for name, module in model.named_modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert set(vars(module)) == before[name]
+
+
+def test_a_second_observer_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    """The refused attach leaves nothing behind."""
+    model = make_model()
+    observer = inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler())
+    with pytest.raises(ObserverAlreadyAttachedError, match="remove_observer"):
+        inject_observer(model, output_dir=tmp_path / "other")
+    train(model)
+    remove_observer(model)
+    assert observer.counters.samples == 2
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_interval_and_a_sampler_conflict_even_where_the_interval_is_the_default(tmp_path: Path) -> None:
+    """What is given explicitly is seen, whatever its value."""
+    with pytest.raises(ConfigurationError, match=r"interval.*sampler"):
+        inject_observer(
+            make_model(), output_dir=tmp_path, interval=timedelta(minutes=1), sampler=TimedSampler()
+        )
+
+
+def test_disabled_by_the_environment_nothing_happens_but_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The observer is inert, no folder is made, and a wrong argument raises all the same."""
+    monkeypatch.setenv("TORCHINSTRUMENTS_DISABLED", "1")
+    model = make_model()
+    observer = inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler())
+    train(model)
+    assert not has_observer(model)
+    assert observer.counters.forwards == 0
+    assert observer.close()
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigurationError, match="error_policy"):
+        inject_observer(make_model(), error_policy="loud")
+
+
+def test_a_rank_that_the_policy_leaves_out_gets_an_inert_observer(tmp_path: Path) -> None:
+    """A callable that says no: no rows, no sample, and the run's record all the same."""
+    model = make_model()
+    observer = inject_observer(
+        model, output_dir=tmp_path / "run", sampler=AlwaysSampler(), rank_policy=lambda _: False
+    )
+    train(model)
+    assert not has_observer(model)
+    remove_observer(model)
+    assert observer.counters.samples == 0
+    assert not list((tmp_path / "run").rglob("*.parquet"))
+
+
+def test_a_world_of_one_uses_the_runs_folder_itself(tmp_path: Path) -> None:
+    """The layout has no rank folder, the copy of the history is there, and run.json says what was asked."""
+    model = make_model()
+    observer = inject_observer(model, output_dir=tmp_path / "run", run_id="one", sampler=AlwaysSampler())
+    train(model)
+    assert observer.close()
+    assert observer.url == str(tmp_path / "run")
+    assert not (tmp_path / "run" / "rank-000").exists()
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["run_id"] == "one"
+    assert record["world_size"] == 1
+    assert record["sampling"] == {"type": "always", "settings": {}}
+    copied = pl.read_parquet(tmp_path / "run" / "history.parquet")
+    assert copied.height == observer.counters.rows == open_run(observer.url).history().collect().height > 0
+
+
+def test_the_run_id_goes_into_the_address(tmp_path: Path) -> None:
+    """{run_id} in output_dir is replaced, and nothing else appears in the folder around it."""
+    model = make_model()
+    observer = inject_observer(
+        model, output_dir=str(tmp_path / "all" / "run-{run_id}"), run_id="x7", sampler=AlwaysSampler()
+    )
+    train(model)
+    remove_observer(model)
+    assert observer.url == str(tmp_path / "all" / "run-x7")
+    assert [path.name for path in (tmp_path / "all").iterdir()] == ["run-x7"]
+
+
+def test_the_same_run_id_goes_on_as_the_next_generation(tmp_path: Path) -> None:
+    """A second job under one id joins the folder; sample ids order the whole history."""
+    for _ in range(2):
+        model = make_model()
+        inject_observer(model, output_dir=tmp_path / "run", run_id="same", sampler=AlwaysSampler())
+        train(model)
+        remove_observer(model)
+    run = open_run(str(tmp_path / "run"))
+    samples = run.samples().sort("sample_id").collect()
+    assert samples["generation"].to_list() == [0, 0, 1, 1]
+    assert samples["sample_id"].to_list() == [0, 1, 1_000_000_000, 1_000_000_001]
+
+
+def test_an_empty_run_says_why_once(tmp_path: Path) -> None:
+    """A run shorter than its interval closes with one warning that names both times."""
+    model = make_model()
+    inject_observer(model, output_dir=tmp_path / "run", interval=timedelta(hours=1))
+    train(model)
+    with pytest.warns(RuntimeWarning, match=r"no sample.*3600 s.*immediate=True") as caught:
+        remove_observer(model)
+    assert len(caught) == 1
+
+
+def test_an_attached_model_that_is_never_called_says_so(tmp_path: Path) -> None:
+    """The warning tells to attach to the module that is called, and the folder holds a closed manifest."""
+    model = make_model()
+    inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler())
+    with pytest.warns(RuntimeWarning, match="never called"):
+        remove_observer(model)
+    (manifest,) = (tmp_path / "run").glob("process-*.json")
+    assert json.loads(manifest.read_text())["status"] == "closed"
+
+
+def test_a_model_without_parameters_is_observed(tmp_path: Path) -> None:
+    """Nothing to step and no gradient: outputs are stored all the same."""
+    model = nn.Sequential(nn.ReLU(), nn.Flatten())
+    inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler())
+    model(torch.randn(2, 3))
+    remove_observer(model)
+    history = open_run(str(tmp_path / "run")).history().collect()
+    assert set(history["layer"]) == {"0", "1"}
+    assert set(history["signal"]) == {"output"}
+
+
+def test_a_flush_right_after_the_first_forward_makes_it_durable(tmp_path: Path) -> None:
+    """Flushing waits until the run is known, which the first forward only began to settle."""
+    model = make_model()
+    observer = inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler())
+    train(model, 1)
+    assert observer.flush()
+    assert open_run(str(tmp_path / "run")).history().collect().height == 2 * 3 * 9
+    remove_observer(model)
+
+
+def test_a_program_that_just_ends_keeps_its_samples(tmp_path: Path) -> None:
+    """Without remove_observer, and before the first forward's claim is done, the exit waits and flushes."""
+    program = (
+        "import sys, torch; from torch import nn\n"
+        "from torchinstruments import AlwaysSampler, inject_observer\n"
+        "model = nn.Linear(2, 2); inject_observer(model, output_dir=sys.argv[1], sampler=AlwaysSampler())\n"
+        "model(torch.ones(1, 2)).sum().backward()"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], check=True, timeout=100)
+    run = open_run(str(tmp_path / "run"))
+    assert run.history().collect().height == 2 * 9
+    assert [manifest.status for manifest in run.manifests] == ["closed"]
+
+
+def test_two_models_as_one_run_in_one_folder_are_refused(tmp_path: Path) -> None:
+    """They would mix their rows; after the first is removed, its run goes on as a second generation."""
+    first, second = make_model(), make_model()
+    inject_observer(first, output_dir=tmp_path / "run", run_id="r", sampler=AlwaysSampler())
+    train(first)
+    observer = inject_observer(second, output_dir=tmp_path / "run", run_id="r", sampler=AlwaysSampler())
+    with pytest.warns(RuntimeWarning, match="another observer of this process"):
+        train(second)
+    remove_observer(first)
+    remove_observer(second)
+    assert observer.counters.samples == 0
+    assert open_run(str(tmp_path / "run")).samples().collect().height == 2
+
+
+def test_a_dropped_model_leaves_no_thread_and_no_row_behind(tmp_path: Path) -> None:
+    """Garbage collection of a model that was never removed ends its writer and closes its manifest."""
+    threads = threading.active_count()
+    model = make_model()
+    observer = inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler())
+    train(model)
+    assert observer.flush()
+    train(model)
+    del model, observer
+    gc.collect()
+    for _ in range(200):
+        if threading.active_count() == threads:
+            break
+        time.sleep(0.05)
+    assert threading.active_count() == threads
+    run = open_run(str(tmp_path / "run"))
+    assert run.samples().collect().height == 4
+    assert [manifest.status for manifest in run.manifests] == ["closed"]
+
+
+def test_two_models_of_one_process_keep_apart(tmp_path: Path) -> None:
+    """A GAN's two models each have their own run, folder and counters."""
+    generator, critic = make_model(), make_model()
+    first = inject_observer(generator, output_dir=tmp_path / "generator", sampler=AlwaysSampler())
+    second = inject_observer(critic, output_dir=tmp_path / "critic", sampler=AlwaysSampler())
+    train(generator, 1)
+    train(critic, 3)
+    remove_observer(generator)
+    remove_observer(critic)
+    assert (first.counters.samples, second.counters.samples) == (1, 3)
+
+
+def test_a_training_loop_under_warnings_as_errors_never_sees_one(tmp_path: Path) -> None:
+    """A reducer that always raises is counted, and no exception reaches the loop."""
+
+    def broken(tensor: torch.Tensor) -> dict[str, float]:
+        raise ValueError("no")
+
+    model = make_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        observer = inject_observer(
+            model, output_dir=tmp_path / "run", sampler=AlwaysSampler(), reducers=(broken,)
+        )
+        train(model)
+        remove_observer(model)
+    assert observer.counters.errors["reducer"] == 2 * 2 * 3
+    reasons = open_run(str(tmp_path / "run")).history().collect()["unavailable_reason"].unique().to_list()
+    assert reasons == ["reducer_error: ValueError: no"]
