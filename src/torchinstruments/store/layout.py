@@ -17,6 +17,7 @@ from dataclasses import dataclass
 __all__ = [
     "GENERATIONS",
     "MERGED",
+    "RESULT_FILE",
     "RUN_FILE",
     "TABLES",
     "PartName",
@@ -36,6 +37,7 @@ __all__ = [
 RUN_FILE = "run.json"
 GENERATIONS = "generations"
 MERGED = "merged"
+RESULT_FILE = "result.json"
 TABLES = ("history", "samples", "steps", "fingerprints")
 
 _RANK = re.compile(r"rank-(\d{3,})")
