@@ -17,6 +17,7 @@ import pytest
 
 from storage.spooling import (
     make_claim,
+    make_identity,
     make_manifest,
     make_part,
     make_run,
@@ -24,6 +25,8 @@ from storage.spooling import (
     sample_ids,
     stored_manifest,
 )
+from torchinstruments.config import HistoryConfig
+from torchinstruments.records import Signal
 from torchinstruments.store import layout
 from torchinstruments.store.claim import ClaimRequest, claim_run, ensure_run
 from torchinstruments.store.documents import decode_generation, decode_run
@@ -31,8 +34,10 @@ from torchinstruments.store.filesystem import open_storage
 from torchinstruments.store.locks import FileLock
 from torchinstruments.store.spool_folder import LOG, UPLOADER_LOCK, list_parts, process_folders
 from torchinstruments.store.uploader import Uploader
+from torchinstruments.store.writer import RankWriter
 from torchinstruments.testing.fault_proxy import FaultProxy
 from torchinstruments.testing.object_store import ObjectStore
+from unit.store.material import backward, forward, measurement, module, run_record
 
 _WAIT_S = 60.0
 
@@ -423,23 +428,32 @@ def test_a_folder_on_a_shared_disk_goes_through_the_same_spool(tmp_path: Path, r
 
 
 def test_joined_parts_keep_a_samples_rows_together(tmp_path: Path, root: Path) -> None:
-    """Rows of a backward that was spooled later stand beside those of its forward, in their order."""
+    """A gradient that was spooled later stands beside its layer's output, in the order of the catalog."""
     url = str(tmp_path / "run")
     target = make_target(url, None, root)
-    target.write_part("history", 4, make_part([1, 1, 2, 2], "history", note="forward"))
-    target.write_part("history", 3, make_part([1, 2, 3], "history", note="backward"))
-    assert target.upload(_WAIT_S)
+    (spool,) = root.iterdir()
+    lock = FileLock.acquire(spool / UPLOADER_LOCK)
+    assert lock is not None
+    writer = RankWriter(make_identity(), make_claim(url), HistoryConfig(), target)
+    writer.start(run_record(), [module(layer) for layer in range(2)])
+    outputs = [measurement(layer) for layer in (0, 1)]
+    gradients = [measurement(layer, Signal.OUTPUT_GRADIENT) for layer in (1, 0)]
+    for delivery in (forward(1, *outputs), forward(2, *outputs), backward(1, *gradients)):
+        writer.add_sample(delivery)
+        writer.flush()
+    writer.add_sample(backward(2, *gradients))
+    lock.release()
+    assert writer.close(_WAIT_S)
+
     (part,) = open_storage(url).list("rank-000/history.parts")
-    rows = pq.read_table(Path(url) / part.path)
-    assert list(zip(rows["sample_id"].to_pylist(), rows["layer"].to_pylist(), strict=True)) == [
-        (1, "forward"),
-        (1, "forward"),
-        (1, "backward"),
-        (2, "forward"),
-        (2, "forward"),
-        (2, "backward"),
-        (3, "backward"),
+    rows = pq.read_table(Path(url) / part.path).to_pylist()
+    assert [(row["sample_id"], row["layer"], row["signal"]) for row in rows[::3]] == [
+        (ordinal, layer, name)
+        for ordinal in (1, 2)
+        for layer in ("layer99", "layer98")
+        for name in ("output", "output_gradient")
     ]
+    assert [row["metric"] for row in rows[:3]] == ["mean", "std", "zero_fraction"]
     assert pq.ParquetFile(Path(url) / part.path).num_row_groups == 1
 
 

@@ -179,7 +179,7 @@ class Delivery:
 
         Args:
             timeout_s: How long to wait. The thread goes on after it, as long as the process lives.
-            complete: False at interpreter exit and on SIGTERM, where only what is needed is done.
+            complete: False at interpreter exit, where only what is needed is done.
 
         Returns:
             Whether everything is where readers look.

@@ -97,7 +97,7 @@ class RankFolderSink:
             began_s = time.monotonic()
             complete_files = self._histograms is None or self._try(self._histograms.close)
             # At the end of the interpreter durable is enough: what carries parts further outlives it.
-            self._finished = self._writer.close(timeout_s if complete else 0.0) and complete_files
+            self._finished = self._writer.close(timeout_s, complete=complete) and complete_files
             left_s = timeout_s - (time.monotonic() - began_s)
             if complete and self._copy_folder is not None and left_s > 0:
                 write_history_copy(self._copy_folder, self._run_id, timeout_s=left_s)

@@ -79,7 +79,7 @@ class TelemetrySink(Sink, Protocol):
 
         Args:
             timeout_s: How long to wait for what carries data further.
-            complete: False at interpreter exit and on SIGTERM, where only what is needed is done.
+            complete: False at interpreter exit, where only what is needed is done.
 
         Returns:
             Whether everything is where readers look.

@@ -222,7 +222,17 @@ def claim_url(
     *,
     timeout_s: float = CLAIM_TIMEOUT_S,
 ) -> Claim:
-    """Opens an address in this process and claims it; what cannot be opened is a failure too."""
+    """Opens an address in this process and claims it (attaching thread, or child process).
+
+    Args:
+        url: The address that the user asked for.
+        storage_options: Settings in fsspec's dialect.
+        request: What is wanted.
+        timeout_s: Bound of the claim in seconds; one request has a third of it, and no less than a second.
+
+    Returns:
+        The claim, as `claim_run` makes it. It never raises: what cannot be opened is a failure too.
+    """
     try:
         storage = open_storage(url, storage_options, timeout_s=max(1.0, timeout_s / 3))
     except (ConfigurationError, StorageError) as error:

@@ -19,7 +19,15 @@ import pyarrow as pa
 from torchinstruments.records import AttemptRecord, Measurement, Position, Reason, Sample, SampleState
 from torchinstruments.store import schema
 
-__all__ = ["Columns", "Origin", "SampleRow", "history_columns", "samples_columns", "steps_columns"]
+__all__ = [
+    "Columns",
+    "Origin",
+    "SampleRow",
+    "history_columns",
+    "samples_columns",
+    "split_into_groups",
+    "steps_columns",
+]
 
 _Key = TypeVar("_Key")
 _Integers = npt.NDArray[np.int64]
@@ -184,9 +192,9 @@ def history_columns(samples: Sequence[tuple[int, Sample]], origin: Origin) -> Co
             pa.array(values, pa.float64(), mask=missing),
             _dictionary(reason, reasons.texts),
         ],
-        schema=_in_memory(schema.HISTORY),
+        schema=schema.in_memory(schema.HISTORY),
     )
-    return Columns(table, _group_rows(sample_ids[delivery]))
+    return Columns(table, split_into_groups(sample_ids[delivery]))
 
 
 def samples_columns(rows: Sequence[SampleRow], origin: Origin) -> Columns:
@@ -212,7 +220,7 @@ def samples_columns(rows: Sequence[SampleRow], origin: Origin) -> Columns:
             pa.array([row.modules_expected for row in ordered], pa.int32()),
             pa.array([row.modules_fired for row in ordered], pa.int32()),
         ],
-        schema=_in_memory(schema.SAMPLES),
+        schema=schema.in_memory(schema.SAMPLES),
     )
     return Columns(table, _even_groups(len(ordered)))
 
@@ -240,7 +248,7 @@ def steps_columns(records: Sequence[AttemptRecord], origin: Origin) -> Columns:
             *(column(name) for name in ("gap_s", "forward_s", "backward_s", "optimizer_s")),
             text("clock"),
         ],
-        schema=_in_memory(schema.STEPS),
+        schema=schema.in_memory(schema.STEPS),
     )
     return Columns(table, _even_groups(len(ordered)))
 
@@ -358,18 +366,14 @@ def _dictionary(indices: _Codes, texts: Sequence[str]) -> pa.Array:
     return pa.DictionaryArray.from_arrays(pa.array(indices, pa.int32()), pa.array(texts, pa.string()))
 
 
-def _in_memory(declared: pa.Schema) -> pa.Schema:
-    """Returns the declared schema with text as dictionaries."""
-    return pa.schema(
-        field.with_type(pa.dictionary(pa.int32(), pa.string())) if pa.types.is_string(field.type) else field
-        for field in declared
-    )
+def split_into_groups(keys: _Integers) -> tuple[int, ...]:
+    """Returns rows of each row group: whole samples, as many as fit; a larger one is split by itself.
 
-
-def _group_rows(sample_ids: _Integers) -> tuple[int, ...]:
-    """Returns rows of each row group: whole samples, as many as fit; a larger one is split by itself."""
-    starts = np.flatnonzero(np.diff(sample_ids, prepend=sample_ids[:1] - 1))
-    lengths = np.diff(starts, append=len(sample_ids))
+    Args:
+        keys: What the rows are grouped by, equal rows together: sample ids. Shape ``[rows]``.
+    """
+    starts = np.flatnonzero(np.diff(keys, prepend=keys[:1] - 1))
+    lengths = np.diff(starts, append=len(keys))
     groups: list[int] = []
     open_rows = 0
     for length in lengths.tolist():

@@ -35,6 +35,11 @@ class LocalTarget:
 
         A number is used up only by a part that is there: a failed write is tried again under the same one.
 
+        Args:
+            table: One of `layout.TABLES`.
+            num_rows: Rows in it.
+            data: An encoded Parquet file.
+
         Raises:
             OSError: It is not durable.
         """

@@ -43,6 +43,14 @@ def open_remote(
 ) -> "FsspecStorage":
     """Returns the storage at an fsspec URL; connects to nothing yet.
 
+    Args:
+        url: The folder, as a URL or a chain of URLs; caches that a chain begins with are passed by.
+        storage_options: Settings in fsspec's dialect; what they say wins over the bounds set here.
+        timeout_s: Bound of one request in seconds; data adds a second for each 256 KiB.
+
+    Returns:
+        The storage; it keeps no copy of a secret in what it shows.
+
     Raises:
         ConfigurationError: The scheme is not known, its package is not installed, or the options cannot work.
     """
@@ -147,7 +155,11 @@ class FsspecStorage:
         return False
 
     def child(self, path: str) -> "FsspecStorage":
-        """Returns the storage of a folder below this one, over the same client."""
+        """Returns the storage of a folder below this one, over the same client.
+
+        Args:
+            path: The folder, relative to this one; it need not exist.
+        """
         relative = checked_path(path)
         if not relative:
             return self
@@ -162,8 +174,12 @@ class FsspecStorage:
     def read(self, path: str) -> bytes:
         """Returns a whole file.
 
+        Args:
+            path: The file, relative to the folder.
+
         Raises:
             FileNotFoundError: There is no such file.
+            StorageError: The store refused or did not answer.
         """
         with self._explained(path, "reading"):
             return bytes(self._call(self._filesystem.cat_file, self._key(path)))
@@ -171,8 +187,13 @@ class FsspecStorage:
     def open_input(self, path: str, size_bytes: int | None = None) -> BinaryIO:
         """Opens a file for reading at any position; one of up to 16 MiB is fetched whole, with one request.
 
+        Args:
+            path: The file, relative to the folder.
+            size_bytes: Its size where a listing told it; saves a request.
+
         Raises:
             FileNotFoundError: There is no such file.
+            StorageError: The store refused or did not answer.
         """
         with self._explained(path, "reading"):
             if size_bytes is None:
@@ -182,12 +203,36 @@ class FsspecStorage:
             return io.BufferedReader(_RangedInput(self, path, size_bytes), buffer_size=64 * 1024)
 
     def read_range(self, path: str, start: int, end: int) -> bytes:
-        """Returns the bytes of a file from `start` up to `end`."""
+        """Returns a piece of a file, with one request.
+
+        Args:
+            path: The file, relative to the folder.
+            start: First byte.
+            end: The byte after the last one.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            StorageError: The store refused or did not answer.
+        """
         with self._explained(path, "reading"):
             return bytes(self._call(self._filesystem.cat_file, self._key(path), start=start, end=end))
 
     def create(self, path: str, data: bytes) -> bool:
-        """Writes a file only if none is there yet; returns whether it is the caller's."""
+        """Writes a file only if none is there yet.
+
+        Args:
+            path: The file, relative to the folder.
+            data: What it holds; different for each caller, by a nonce, for a lost answer is settled by it.
+
+        Returns:
+            Whether the file is the caller's; False where another one was there first.
+
+        Raises:
+            ConfigurationError: The client cannot work with its settings.
+            StorageDeniedError: The store does not let the caller write.
+            StorageNotFoundError: The bucket does not exist.
+            StorageUnreachableError: The store did not answer, or what it answered settles nothing.
+        """
         try:
             with self._explained(path, "writing"):
                 self._create(self._key(path), data)
@@ -204,12 +249,31 @@ class FsspecStorage:
                 ) from None
 
     def replace(self, path: str, data: bytes) -> None:
-        """Writes a file in place of the old one, with one PUT."""
+        """Writes a file in place of the old one, with one PUT.
+
+        Args:
+            path: The file, relative to the folder.
+            data: What it holds.
+
+        Raises:
+            StorageError: The store refused or did not answer; the old file may stand, or the new one.
+        """
         with self._explained(path, "writing"):
             self._with_folder(self._key(path), self._filesystem.pipe_file, data)
 
     def list(self, path: str = "") -> Listing:
-        """Returns what lies directly in a folder, sorted by path."""
+        """Returns what lies directly in a folder.
+
+        Args:
+            path: The folder, relative to this one; ``""`` for this one itself.
+
+        Returns:
+            Its files and folders, sorted by path; empty where there is no such folder.
+
+        Raises:
+            StorageNotFoundError: The bucket does not exist.
+            StorageError: The store refused or did not answer.
+        """
         folder = checked_path(path)
         with self._explained(folder, "listing"):
             try:
@@ -225,7 +289,15 @@ class FsspecStorage:
         ]
 
     def walk(self) -> Listing:
-        """Returns every file below the root, sorted by path, from one listing."""
+        """Returns every file below the folder, from one listing.
+
+        Returns:
+            Files alone, sorted by path; empty where there is no such folder.
+
+        Raises:
+            StorageNotFoundError: The bucket does not exist.
+            StorageError: The store refused or did not answer.
+        """
         with self._explained("", "listing"):
             try:
                 entries = self._call(self._filesystem.find, self._root, detail=True)

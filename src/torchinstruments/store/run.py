@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import msgspec
 import pyarrow as pa
 import pyarrow.dataset as ds
 from pyarrow import fs
 
-from torchinstruments.errors import ConfigurationError
+from torchinstruments.errors import ConfigurationError, RunFormatError
 from torchinstruments.records import GenerationRecord, ModuleRecord, RunRecord
 from torchinstruments.store import layout, schema
 from torchinstruments.store.arrow_files import StorageFiles, arrow_path
@@ -163,6 +164,51 @@ class Run:
         """Returns one row a parameter or buffer, with the columns of `schema.FINGERPRINTS`."""
         return self._scan("fingerprints")
 
+    def result(self) -> Mapping[str, object]:
+        """Returns what the last merge found: ``merged/result.json`` of the (first) folder, parsed.
+
+        It tells of the run as it was then; what came since is in the frames, and in the next merge. A merge
+        that was given another ``output`` left its result there.
+
+        Raises:
+            RunFormatError: The run was not merged into its own folder yet, or what lies there cannot be read.
+            StorageError: The store refused or did not answer.
+        """
+        storage = self._inventory.storages[0]
+        path = f"{layout.MERGED}/{layout.RESULT_FILE}"
+        merge = self._merge_command()
+        try:
+            result = msgspec.json.decode(storage.read(path), type=dict[str, object])
+            of_run = msgspec.convert(result.get("run"), type=_RunSection).run_id
+        except FileNotFoundError:
+            raise RunFormatError(
+                f"{storage.url} has no {path}, for the run was not merged; {merge} first"
+            ) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise RunFormatError(f"{path} in {storage.url} cannot be read ({error}); {merge} again") from None
+        if of_run != self.run.run_id:
+            raise RunFormatError(
+                f"{path} in {storage.url} is of run {of_run!r}, not of {self.run.run_id!r}; {merge} again"
+            )
+        return result
+
+    def coverage(self) -> Mapping[str, object]:
+        """Returns the section ``coverage`` of `result`: what the last merge expected, and what was there.
+
+        Raises:
+            RunFormatError: As in `result`.
+            StorageError: The store refused or did not answer.
+        """
+        found = self.result().get("coverage")
+        if not isinstance(found, dict):
+            raise RunFormatError(
+                f"the result in {self.urls[0]} has no coverage; {self._merge_command()} again"
+            )
+        return found
+
+    def _merge_command(self) -> str:
+        return f"run `torchinstruments merge {' '.join(self.urls)}`"
+
     def _scan(self, table: str) -> "pl.LazyFrame":
         import polars as pl
 
@@ -193,6 +239,10 @@ class Run:
         except UnusableFileError as error:
             return error.reason
         return None
+
+
+class _RunSection(msgspec.Struct):
+    run_id: str
 
 
 def _dataset(inventory: Inventory, parts: Sequence[PartFile], declared: pa.Schema) -> ds.Dataset:

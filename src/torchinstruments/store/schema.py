@@ -10,6 +10,7 @@ import pyarrow as pa
 __all__ = [
     "FINGERPRINTS",
     "HISTORY",
+    "INNER_ORDER",
     "KEY_COLUMNS",
     "MAX_ROW_GROUP_ROWS",
     "METADATA_KEYS",
@@ -17,6 +18,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "STEPS",
     "TABLE_SCHEMAS",
+    "in_memory",
     "metadata",
     "parse_metadata",
 ]
@@ -135,10 +137,38 @@ TABLE_SCHEMAS: Mapping[str, pa.Schema] = {
 KEY_COLUMNS = ("layer", "call_index", "signal", "stage", "tensor_path", "metric")
 """What makes a series of ``history``."""
 
+INNER_ORDER: Mapping[str, tuple[str, ...]] = {
+    "history": (
+        "sample_id",
+        "layer",
+        "call_index",
+        "signal",
+        "stage",
+        "tensor_path",
+        "backward_index",
+        "metric",
+    ),
+    "samples": ("sample_id",),
+    "steps": ("attempt", "optimizer", "optimizer_attempt"),
+    "fingerprints": ("attempt",),
+}
+"""By which columns the rows of a part are ordered: layers as in the catalog, other texts by code points.
+
+A row group ends where the first of these columns changes.
+"""
+
 METADATA_KEYS = ("schema_version", "run_id", "generation", "rank", "process", "world_size")
 """Names in the key-value metadata of every part, each behind the prefix ``torchinstruments.``."""
 
 _PREFIX = "torchinstruments."
+
+
+def in_memory(declared: pa.Schema) -> pa.Schema:
+    """Returns a declared schema with text as dictionaries, so that nothing need look at a text a row."""
+    return pa.schema(
+        field.with_type(pa.dictionary(pa.int32(), pa.string())) if pa.types.is_string(field.type) else field
+        for field in declared
+    )
 
 
 def metadata(**values: object) -> dict[bytes, bytes]:

@@ -2,8 +2,9 @@
 
 A part goes up in four steps: ``progress.json`` names the spooled parts that go into it, the object is put,
 the progress counts it, the spooled parts are deleted. A crash between any two of them is repaired by
-repeating: the same spooled parts give the same object under the same name, and what the progress counts
-already is only deleted. An event file goes up as it is, and is deleted after that.
+repeating: the same spooled parts, in the order of the same catalog, give the same object under the same
+name, and what the progress counts already is only deleted. An event file goes up as it is, and is deleted
+after that.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import msgspec
 
 from torchinstruments.records import GenerationRecord
 from torchinstruments.store import layout
+from torchinstruments.store.catalog import decode_catalog
 from torchinstruments.store.claim import ensure_generation, ensure_run, write_members
 from torchinstruments.store.filesystem import Storage
 from torchinstruments.store.joining import UnreadablePartError, join_parts
@@ -212,11 +214,13 @@ class Shipment:
     def _put(self, home: Storage, table: str, selected: list[SpooledPart]) -> None:
         progress = self._table(table)
         names = tuple(part.path.name for part in selected)
+        layers = self._layers()
         if progress.pending != names:
-            progress = replace(progress, pending=names)
+            progress = replace(progress, pending=names, by_catalog=bool(layers))
             self._save_table(table, progress)
         try:
-            data = join_parts(table, [part.path for part in selected])
+            # A catalog that came between the first try and this one would give other bytes.
+            data = join_parts(table, [part.path for part in selected], layers if progress.by_catalog else ())
         except UnreadablePartError as error:
             self._set_aside(table, selected, error)
             return
@@ -236,6 +240,14 @@ class Shipment:
         )
         for part in selected:
             part.path.unlink(missing_ok=True)
+
+    def _layers(self) -> tuple[str, ...]:
+        """Returns the layers in catalog order, which never changes; nothing before the catalog is there."""
+        path = self.folder / DOCUMENTS / layout.modules_file("", self._about.process)
+        try:
+            return tuple(module.layer for module in decode_catalog(path.read_bytes()).modules)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return ()
 
     def _set_aside(self, table: str, selected: list[SpooledPart], error: UnreadablePartError) -> None:
         """Moves a part that cannot be read out of the way of the others, and counts its rows."""

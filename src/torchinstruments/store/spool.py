@@ -160,6 +160,11 @@ class SpoolTarget:
     def write_part(self, table: str, num_rows: int, data: bytes) -> None:
         """Makes one part durable in the spool (writer thread).
 
+        Args:
+            table: One of `layout.TABLES`.
+            num_rows: Rows in it.
+            data: An encoded Parquet file.
+
         Raises:
             OSError: It is not durable: the disk is full, the spool holds what it may, or it was closed.
         """

@@ -127,6 +127,7 @@ class TableProgress:
         through: Number of the last spooled part that is up; -1 before the first.
         pending: Names of the spooled parts whose joined part is being put under ``next_part``. After a crash
             exactly these are put there again, so that nothing is up twice.
+        by_catalog: Whether the catalog was there for them when their joining was begun.
     """
 
     next_part: int = 0
@@ -135,6 +136,7 @@ class TableProgress:
     rows_dropped: int = 0
     through: int = -1
     pending: tuple[str, ...] = ()
+    by_catalog: bool = False
 
 
 @dataclass(frozen=True, slots=True)

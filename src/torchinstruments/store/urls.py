@@ -33,6 +33,8 @@ _WITH_QUERY = frozenset({"http", "https"})
 _KNOWN_REMOTE = frozenset(
     {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory", "http", "https", "hdfs"}
 )
+_WITH_BUCKET = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
+_WITH_HOST = frozenset({"http", "https", "ftp", "sftp", "ssh"})
 _SECRET_NAME = re.compile(
     r"key|secret|token|passw|credential|sas|connection_string|auth|headers|cookies|private|username",
     re.IGNORECASE,
@@ -88,8 +90,8 @@ def check_url(url: str) -> None:
     """Refuses an address that would be taken for another one than was meant.
 
     Raises:
-        ConfigurationError: It is empty, lost a slash on its way through a path object, or has a query or
-            fragment that an object store would take as a part of the name.
+        ConfigurationError: It is empty, lost a slash on its way through a path object, names no bucket,
+            host or folder, or has a query or fragment that an object store would take as a part of the name.
     """
     if not url.strip():
         raise ConfigurationError(
@@ -108,6 +110,25 @@ def check_url(url: str) -> None:
                 f"the URL {redact(url)!r} was given with a query or a fragment, which {match[1]}:// would "
                 f"take as a part of the name; leave it out, and give settings in storage_options"
             )
+    _require_place(url)
+
+
+def _require_place(url: str) -> None:
+    """Refuses a URL that ends where the place should begin, such as ``s3://``."""
+    links = url.split("::") if schemes(url) else []
+    for link in links:
+        match = _SCHEME.match(link)
+        if match is None:
+            continue
+        scheme = match[1].lower()
+        rest = link[match.end() :]
+        for named, word in ((_WITH_BUCKET, "bucket"), (_WITH_HOST, "host")):
+            if scheme in named and not rest.partition("/")[0].strip():
+                raise ConfigurationError(
+                    f"the URL {redact(url)!r} names no {word}; give one, as in {match[0]}{word}/run"
+                )
+        if link is links[-1] and scheme != "memory" and not rest.strip():
+            raise ConfigurationError(f"the URL {redact(url)!r} names no folder; give one after {match[0]}")
 
 
 def beside(url: str, run_id: str) -> str:

@@ -1,7 +1,7 @@
 """Encoded parts on their way to a target that may refuse them for a while: a full disk, a full spool.
 
 What is refused waits in encoded form, a few bytes a row, so that a long outage fits into a bounded memory.
-Beyond the bound the oldest part is given up and its rows are counted.
+Beyond the bound the oldest part is given up and its rows are counted; at the end whatever is still refused.
 """
 
 from collections import Counter, deque
@@ -108,6 +108,31 @@ class WaitingParts:
                     f"{part.num_rows} rows of {part.table} given up: {self._max_bytes} bytes wait already"
                 )
             )
+
+    def give_up(self) -> bool:
+        """Tries each part that waits once more, by itself, and gives up those that are refused.
+
+        A smaller part behind one that does not fit may still find room, so each of them is tried.
+
+        Returns:
+            Whether every part became durable.
+        """
+        refused: Counter[str] = Counter()
+        reasons: dict[str, OSError] = {}
+        while self._parts:
+            part = self._parts[0]
+            try:
+                self._target.write_part(part.table, part.num_rows, part.data)
+            except OSError as error:
+                refused[part.table] += part.num_rows
+                reasons[part.table] = error
+            else:
+                self._note_durable(part)
+            self._remove_first()
+        self.dropped_rows += refused
+        for table, error in reasons.items():
+            self._on_failure(OSError(f"{refused[table]} rows of {table} given up at the close: {error}"))
+        return not refused
 
     def _remove_first(self) -> EncodedPart:
         part = self._parts.popleft()

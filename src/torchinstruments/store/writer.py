@@ -7,16 +7,15 @@ further, superseding row. The manifest is written at the start, then at most onc
 one.
 
 A target that refuses (a full disk) never stops anything: parts wait in memory within a bound, are tried
-again, and are given up and counted beyond it.
+again, and are given up and counted beyond it. What a target refuses until the close is given up there, before
+the last manifest is written, so that the manifest counts it.
 """
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Protocol
 
 import pyarrow as pa
 
@@ -34,6 +33,7 @@ from torchinstruments.records import (
 from torchinstruments.store import layout, schema
 from torchinstruments.store.buffering import HistoryBuffer, SampleTallies, StepsBuffer, num_rows
 from torchinstruments.store.catalog import ModuleCatalog
+from torchinstruments.store.clocks import Clock, SystemClock
 from torchinstruments.store.columns import (
     Columns,
     Origin,
@@ -48,7 +48,7 @@ from torchinstruments.store.rank_documents import RankDocuments
 from torchinstruments.store.target import PartTarget
 from torchinstruments.store.waiting import MAX_WAITING_BYTES, EncodedPart, WaitingParts
 
-__all__ = ["Clock", "RankWriter", "SystemClock"]
+__all__ = ["RankWriter"]
 
 DOCUMENTS_AT_MOST_EVERY_S = 60.0
 """A document that changed is rewritten no sooner than so many seconds after the last time."""
@@ -63,33 +63,13 @@ KEEP_ALIVE_EVERY_S = 30.0
 """How often the target is asked to see to whatever carries parts further."""
 
 _MAX_MESSAGE_CHARACTERS = 500
+_RETRY_AT_CLOSE_S = 1.0
+# The end of the time for a close is for counting what was refused and for the manifest.
+_LAST_SHARE = 0.2
+_LAST_AT_MOST_S = 1.0
 
 _UNSTORABLE = (ValueError, TypeError, OverflowError, AttributeError, pa.ArrowException)
 """What a row that cannot become a column raises."""
-
-
-class Clock(Protocol):
-    """The two clocks that a writer reads."""
-
-    def monotonic_s(self) -> float:
-        """Returns seconds that never run backwards (writer thread)."""
-        ...
-
-    def wall_us(self) -> int:
-        """Returns microseconds since the epoch, UTC (writer thread)."""
-        ...
-
-
-class SystemClock:
-    """This host's clocks."""
-
-    def monotonic_s(self) -> float:
-        """Returns `time.monotonic`."""
-        return time.monotonic()
-
-    def wall_us(self) -> int:
-        """Returns `time.time_ns` in microseconds."""
-        return time.time_ns() // 1000
 
 
 class RankWriter:
@@ -148,6 +128,7 @@ class RankWriter:
         self._last_target_error = ""
         self._started_at = _iso(self._clock.wall_us())
         self._status = "running"
+        self._was_closed_well: bool | None = None
         self._catalog_due_s: float | None = None
         self._catalog_not_before_s = 0.0
         self._manifest_changed = True
@@ -245,35 +226,56 @@ class RankWriter:
         self._waiting.write(self._clock.monotonic_s(), at_once=True)
         return not self._waiting
 
-    def close(self, timeout_s: float) -> bool:
+    def close(self, timeout_s: float, *, complete: bool = True) -> bool:
         """Makes everything durable, waits until it is where readers look, and marks the manifest closed.
 
+        Rows that the target refuses are tried again for as long as there is time, then given up and counted
+        in the manifest.
+
         Args:
-            timeout_s: How long to wait for whatever carries parts further, and within which ``result.json``
-                and ``index.md`` are made; 0 neither waits nor makes them.
+            timeout_s: How long to try and to wait, and within which ``result.json`` and ``index.md`` are
+                made; 0 tries once, waits for nothing and makes neither.
+            complete: False at interpreter exit: rows are made durable, but whatever carries them further is
+                not waited for, and nothing is made for people.
 
         Returns:
-            False where rows still wait here or in the spool.
+            False where rows were given up, the manifest could not be written, or something still lies in the
+            spool. A further call returns the same.
         """
-        if self._status == "closed":
-            return not self._waiting
-        began_s = self._clock.monotonic_s()
-        flushed = self.flush()
+        if self._was_closed_well is not None:
+            return self._was_closed_well
+        end_s = self._clock.monotonic_s() + timeout_s
+        kept = self._make_durable_or_give_up(end_s - min(_LAST_SHARE * timeout_s, _LAST_AT_MOST_S))
         if self._catalog_due_s is not None:
             self._write_catalog()
+        wait_s = self._left_s(end_s) if complete else 0.0
+        if wait_s > 0:
 
-        def left_s() -> float:
-            return max(timeout_s - (self._clock.monotonic_s() - began_s), 0.0)
+            def in_time() -> bool:
+                return self._left_s(end_s) > 0
 
-        def in_time() -> bool:
-            return left_s() > 0
-
-        if in_time():
             self._write_for_people(partial(self._documents.at_close, tuple(self._errors), in_time))
-        arrived = self._target.direct or not in_time() or self._target.finish(left_s())
+            wait_s = self._left_s(end_s)
+        arrived = self._target.direct or wait_s <= 0 or self._target.finish(wait_s)
         self._status = "closed"
-        self._write_manifest()
-        return self._target.finish(left_s()) and arrived and flushed
+        told = self._write_manifest()
+        arrived = self._target.finish(self._left_s(end_s) if complete else 0.0) and arrived
+        self._was_closed_well = kept and told and arrived
+        return self._was_closed_well
+
+    def _make_durable_or_give_up(self, end_s: float) -> bool:
+        """Tries until `end_s` by the monotonic clock; returns whether nothing had to be given up."""
+        self.flush()
+        while self._waiting and (left_s := self._left_s(end_s)) > 0:
+            retry_s = self._clock.monotonic_s() + min(_RETRY_AT_CLOSE_S, left_s)
+            if not self._target.direct:
+                self._target.finish(self._left_s(retry_s))  # what is carried on makes room in the spool
+            self._clock.sleep(self._left_s(retry_s))
+            self._waiting.write(self._clock.monotonic_s(), at_once=True)
+        return self._waiting.give_up()
+
+    def _left_s(self, end_s: float) -> float:
+        return max(end_s - self._clock.monotonic_s(), 0.0)
 
     def _write_history(self, deliveries: list[tuple[int, Sample]]) -> None:
         if not deliveries:
@@ -362,10 +364,12 @@ class RankWriter:
         written = self._write_document(name, catalog)
         self._catalog_due_s = None if written else self._catalog_not_before_s
 
-    def _write_manifest(self) -> None:
+    def _write_manifest(self) -> bool:
         self._manifest_tried_s = self._clock.monotonic_s()
         name = layout.manifest_file("", self._identity.process)
-        self._manifest_changed = not self._write_document(name, self._manifest())
+        written = self._write_document(name, self._manifest())
+        self._manifest_changed = not written
+        return written
 
     def _write_for_people(
         self, make: Callable[[Sequence[ModuleRecord], Counters, str], Mapping[str, bytes]]

@@ -83,7 +83,10 @@ class FaultProxy:
         upstream: Address of the server, ``http://127.0.0.1:8333``.
 
     Attributes:
-        url: Address of the proxy: the endpoint to give to the program under test.
+        url: Address of the proxy: the endpoint to give to the program under test; ``""`` before it listens.
+
+    Raises:
+        ValueError: The upstream is not of that form.
     """
 
     def __init__(self, upstream: str) -> None:
@@ -103,7 +106,14 @@ class FaultProxy:
         self.url = ""
 
     def __enter__(self) -> Self:
-        """Starts to listen."""
+        """Starts to listen.
+
+        Returns:
+            The proxy, whose `url` is set.
+
+        Raises:
+            OSError: No port of loopback can be listened on.
+        """
         self._thread.start()
         self.up()
         return self
@@ -114,7 +124,13 @@ class FaultProxy:
         error: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        """Stops listening, resets what is open, and ends the thread."""
+        """Stops listening, resets what is open, and ends the thread.
+
+        Args:
+            kind: Of the exception that ends the block, which goes on its way.
+            error: That exception.
+            traceback: Where it was raised.
+        """
         self.down()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
@@ -122,7 +138,7 @@ class FaultProxy:
 
     @property
     def log(self) -> list[LogEntry]:
-        """Every request so far, in the order of arrival."""
+        """Every request so far, in the order of arrival (any thread)."""
         with self._lock:
             return list(self._log)
 
@@ -136,13 +152,29 @@ class FaultProxy:
         times: int | None = None,
         skip: int = 0,
     ) -> None:
-        """Answers with an HTTP status and S3's error document, such as 503 and ``SlowDown``."""
+        """Answers with an HTTP status and S3's error document, such as 503 and ``SlowDown``.
+
+        Args:
+            code: HTTP status.
+            error: ``Code`` in the document.
+            method: Methods that it applies to, ``PUT`` or ``PUT|POST``; None for all.
+            path: Regular expression that is searched in path and query; None for all.
+            times: Requests that it applies to; None for all.
+            skip: Matching requests that pass before it applies.
+        """
         self._add("status", method, path, times, skip, code=code, error=error)
 
     def reset(
         self, *, method: str | None = None, path: str | None = None, times: int | None = None, skip: int = 0
     ) -> None:
-        """Resets the connection before the request is passed on."""
+        """Resets the connection before the request is passed on.
+
+        Args:
+            method: Methods that it applies to, ``PUT`` or ``PUT|POST``; None for all.
+            path: Regular expression that is searched in path and query; None for all.
+            times: Requests that it applies to; None for all.
+            skip: Matching requests that pass before it applies.
+        """
         self._add("reset", method, path, times, skip)
 
     def reset_body(
@@ -154,13 +186,28 @@ class FaultProxy:
         times: int | None = None,
         skip: int = 0,
     ) -> None:
-        """Resets both connections once this much of a request's body has been passed on."""
+        """Resets both connections once this much of a request's body has been passed on.
+
+        Args:
+            after_bytes: Bytes of the body, as they are sent (with chunk headers where it is chunked).
+            method: Methods that it applies to, ``PUT`` or ``PUT|POST``; None for all.
+            path: Regular expression that is searched in path and query; None for all.
+            times: Requests that it applies to; None for all.
+            skip: Matching requests that pass before it applies.
+        """
         self._add("reset_body", method, path, times, skip, after_bytes=after_bytes)
 
     def stall(
         self, *, method: str | None = None, path: str | None = None, times: int | None = None, skip: int = 0
     ) -> None:
-        """Accepts the request and never answers."""
+        """Accepts the request and never answers.
+
+        Args:
+            method: Methods that it applies to, ``PUT`` or ``PUT|POST``; None for all.
+            path: Regular expression that is searched in path and query; None for all.
+            times: Requests that it applies to; None for all.
+            skip: Matching requests that pass before it applies.
+        """
         self._add("stall", method, path, times, skip)
 
     def delay(
@@ -172,13 +219,28 @@ class FaultProxy:
         times: int | None = None,
         skip: int = 0,
     ) -> None:
-        """Passes the request on after some seconds."""
+        """Passes the request on after some seconds.
+
+        Args:
+            seconds: How long to wait first.
+            method: Methods that it applies to, ``PUT`` or ``PUT|POST``; None for all.
+            path: Regular expression that is searched in path and query; None for all.
+            times: Requests that it applies to; None for all.
+            skip: Matching requests that pass before it applies.
+        """
         self._add("delay", method, path, times, skip, seconds=seconds)
 
     def drop_response(
         self, *, method: str | None = None, path: str | None = None, times: int | None = None, skip: int = 0
     ) -> None:
-        """Lets the server carry the request out, and resets the connection in place of its answer."""
+        """Lets the server carry the request out, and resets the connection in place of its answer.
+
+        Args:
+            method: Methods that it applies to, ``PUT`` or ``PUT|POST``; None for all.
+            path: Regular expression that is searched in path and query; None for all.
+            times: Requests that it applies to; None for all.
+            skip: Matching requests that pass before it applies.
+        """
         self._add("drop_response", method, path, times, skip)
 
     def truncate(
@@ -190,7 +252,15 @@ class FaultProxy:
         times: int | None = None,
         skip: int = 0,
     ) -> None:
-        """Passes this much of the answer on, its head included, and resets the connection."""
+        """Passes this much of the answer on, its head included, and resets the connection.
+
+        Args:
+            after_bytes: Bytes of the answer, its head included.
+            method: Methods that it applies to, ``PUT`` or ``PUT|POST``; None for all.
+            path: Regular expression that is searched in path and query; None for all.
+            times: Requests that it applies to; None for all.
+            skip: Matching requests that pass before it applies.
+        """
         self._add("truncate", method, path, times, skip, after_bytes=after_bytes)
 
     def clear(self) -> None:
@@ -199,7 +269,11 @@ class FaultProxy:
             self._rules.clear()
 
     def up(self) -> None:
-        """Listens, on the same port as before where there was one."""
+        """Listens, on the same port as before where there was one.
+
+        Raises:
+            OSError: Another program took that port meanwhile.
+        """
         if self._server is None:
             self._run(self._listen())
 

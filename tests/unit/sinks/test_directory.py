@@ -5,19 +5,23 @@ import os
 from pathlib import Path
 
 import polars as pl
+import pytest
 
+from torchinstruments.config import HistoryConfig
 from torchinstruments.records import ErrorRecord
 from torchinstruments.sinks.delivery import Delivery
 from torchinstruments.sinks.directory import RankFolderSink
 from torchinstruments.sinks.event_files import HistogramFiles, _file_version
 from torchinstruments.sinks.sink import TelemetrySink
 from torchinstruments.store.local import LocalStorage
+from torchinstruments.store.manifest import decode_manifest
 from torchinstruments.store.run import open_run
 from torchinstruments.store.segments import SegmentFiles
+from torchinstruments.store.writer import RankWriter
 from unit.sinks.deliveries import Resolved, histogram_record, missing_record, with_histograms
 from unit.sinks.event_reading import read_histograms
 from unit.store.folders import begin_run, samples, writer
-from unit.store.material import attempt, module, run_record
+from unit.store.material import MemoryTarget, attempt, claim, identity, module, run_record
 
 
 def directory_sink(folder: Path, *, copies: bool = True) -> RankFolderSink:
@@ -200,3 +204,20 @@ def test_a_record_that_cannot_be_encoded_takes_no_other_with_it(tmp_path: Path) 
     ]
     (error,) = open_run(str(tmp_path)).manifests[0].errors
     assert (error.module, error.type) == ("broken", "ValueError")
+
+
+@pytest.mark.parametrize("complete", [True, False], ids=["close", "exit"])
+def test_a_folder_that_refuses_rows_counts_them_before_it_closes(complete: bool) -> None:
+    """Explicitly closed or at the end of the interpreter: the last manifest tells what was given up."""
+    target = MemoryTarget()
+    target.refused_tables = {"history"}
+    sink = RankFolderSink(RankWriter(identity(), claim(), HistoryConfig(), target))
+    delivery = Delivery()
+    delivery.put_sample(Resolved(samples()[0]))
+    delivery.start(run_record(), [sink])
+
+    assert not delivery.close(2.0, complete=complete)
+
+    manifest = decode_manifest(target.last("process-"))
+    assert (manifest.status, manifest.counters.rows_dropped) == ("closed", 6)
+    assert (manifest.tables["history"].rows_dropped, manifest.tables["samples"].rows_dropped) == (6, 0)

@@ -24,6 +24,7 @@ from torchinstruments.records import (
     Signal,
     StepProvenance,
 )
+from torchinstruments.store.columns import SampleRow
 from torchinstruments.store.manifest import TableState
 from torchinstruments.store.target import TargetState
 
@@ -123,6 +124,24 @@ def backward(ordinal: int, *measurements: Measurement, index: int = 0, settled: 
     )
 
 
+def sample_row(sample_id: int, *, rows: int = 18) -> SampleRow:
+    """Returns a row of ``samples``."""
+    delivery = forward(sample_id)
+    return SampleRow(
+        sample_id=sample_id,
+        position=delivery.position,
+        started_at_us=START_US,
+        state=SampleState.BACKWARD_OBSERVED,
+        num_backwards=2,
+        collection_forward_s=0.25,
+        collection_backward_s=0.5,
+        rows=rows,
+        errors=1,
+        modules_expected=4,
+        modules_fired=3,
+    )
+
+
 def attempt(number: int, optimizer: int = 0, *, lr: float | None = 0.1) -> AttemptRecord:
     """Returns an attempt that was applied."""
     return AttemptRecord(
@@ -187,10 +206,11 @@ def generation_record(number: int = 0, run_id: str = "run-1", *, world_size: int
 
 
 class HandClock:
-    """A clock that stands still until it is moved."""
+    """A clock that stands still until it is moved, or somebody sleeps by it."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
+        self.on_sleep: Callable[[], None] | None = None
 
     def monotonic_s(self) -> float:
         """Returns the time that was set."""
@@ -204,6 +224,12 @@ class HandClock:
         """Returns the time that was set, as a date."""
         return START_US + int(self.now_s * 1e6)
 
+    def sleep(self, seconds: float) -> None:
+        """Moves on at once."""
+        self.now_s += seconds
+        if self.on_sleep is not None:
+            self.on_sleep()
+
 
 class MemoryTarget:
     """A target that keeps parts in memory, and is full when it is told to be."""
@@ -213,6 +239,8 @@ class MemoryTarget:
         self.documents: list[tuple[str, bytes]] = []
         self.is_full = False
         self.refusal: Exception | None = None
+        self.refused_tables: set[str] = set()
+        self.max_part_bytes = 2**62
         self.kept_alive = 0
         self.finished_within: list[float] = []
         self.trouble = ""
@@ -226,6 +254,8 @@ class MemoryTarget:
     def write_part(self, table: str, num_rows: int, data: bytes) -> None:
         """Keeps a part."""
         self._require_room()
+        if table in self.refused_tables or len(data) > self.max_part_bytes:
+            raise OSError(errno.EFBIG, "File too large")
         self.parts.append((table, num_rows, data))
         if self.on_part is not None:
             self.on_part()

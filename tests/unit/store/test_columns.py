@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchinstruments.records import Measurement, Sample, SampleState, Signal
+from torchinstruments.records import Measurement, Sample, Signal
 from torchinstruments.store import schema
 from torchinstruments.store.columns import (
     Columns,
     Origin,
-    SampleRow,
     history_columns,
     samples_columns,
     steps_columns,
@@ -28,6 +27,7 @@ from unit.store.material import (
     backward,
     forward,
     measurement,
+    sample_row,
 )
 
 ORIGIN = Origin(3, 7, "1a2b3c4d")
@@ -256,24 +256,6 @@ def test_a_sample_larger_than_a_row_group_is_split_by_itself() -> None:
 
     assert columns.group_rows == (3, 36_000, 4_000)
     assert sum(columns.group_rows) == columns.table.num_rows
-
-
-def sample_row(sample_id: int) -> SampleRow:
-    """Returns a row of ``samples``."""
-    delivery = forward(sample_id)
-    return SampleRow(
-        sample_id=sample_id,
-        position=delivery.position,
-        started_at_us=START_US,
-        state=SampleState.BACKWARD_OBSERVED,
-        num_backwards=2,
-        collection_forward_s=0.25,
-        collection_backward_s=0.5,
-        rows=18,
-        errors=1,
-        modules_expected=4,
-        modules_fired=3,
-    )
 
 
 def test_samples_are_stored_by_id_with_all_their_sums() -> None:

@@ -95,3 +95,14 @@ def test_somebody_elses_file_is_left_alone(storage: _Failing) -> None:
     assert storage.read("samples.parts/part-1a2b3c4d-000001.parquet") == b"mine"
     samples = target.state().tables["samples"]
     assert (samples.next_part, samples.missing) == (2, (0,))
+
+
+def test_the_numbers_that_were_skipped_are_listed_up_to_a_bound(storage: _Failing) -> None:
+    """However many names are taken, the manifest stays small: the first hundred are named."""
+    for number in range(120):
+        storage.replace(f"samples.parts/part-1a2b3c4d-{number:06d}.parquet", b"theirs")
+    target = LocalTarget(storage, "", "1a2b3c4d")
+    target.write_part("samples", 1, b"mine")
+    samples = target.state().tables["samples"]
+    assert samples.next_part == 121
+    assert samples.missing == tuple(range(100))

@@ -8,6 +8,7 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from torchinstruments.errors import ConfigurationError, RunFormatError
+from torchinstruments.merge.engine import merge_run
 from torchinstruments.store.filesystem import open_storage
 from torchinstruments.store.local import LocalStorage
 from torchinstruments.store.run import open_run
@@ -222,3 +223,58 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     """The sentence names the folder."""
     with pytest.raises(RunFormatError, match="holds no run"):
         open_run(str(tmp_path))
+
+
+def test_the_result_of_the_last_merge_is_read_back(folder: Path) -> None:
+    """What the merge returned is what lies there, and its coverage is one of its sections."""
+    merged = merge_run(str(folder))
+
+    run = open_run(str(folder))
+
+    assert run.result() == merged.result
+    assert run.coverage() == merged.result["coverage"]
+    assert run.coverage()["present_ranks"] == [0, 1]
+
+
+def test_of_several_folders_the_first_has_the_result(tmp_path: Path) -> None:
+    """The merge leaves it in the first folder that it was given."""
+    urls = [str(tmp_path / name) for name in ("a", "b")]
+    for rank, url in enumerate(urls):
+        storage = LocalStorage(url)
+        begin_run(storage)
+        write_rank(storage, rank)
+    merged = merge_run(*urls)
+
+    assert open_run(*urls).result() == merged.result
+    with pytest.raises(RunFormatError, match=f"`torchinstruments merge {urls[1]} {urls[0]}` first"):
+        open_run(*reversed(urls)).result()
+
+
+def test_without_a_merge_there_is_no_result(folder: Path) -> None:
+    """Both say which command makes one."""
+    run = open_run(str(folder))
+
+    for ask in (run.result, run.coverage):
+        with pytest.raises(
+            RunFormatError, match=f"was not merged; run `torchinstruments merge {folder}` first"
+        ):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "cannot be read"),
+        (b"[1, 2]", "cannot be read"),
+        (b"{}", "cannot be read"),
+        (b'{"run": {"run_id": "other"}}', "is of run 'other', not of 'run-1'"),
+        (b'{"run": {"run_id": "run-1"}}', "has no coverage"),
+    ],
+)
+def test_a_result_that_is_none_is_refused(folder: Path, data: bytes, message: str) -> None:
+    """A broken document, and another run's, say so and how to make a new one."""
+    (folder / "merged").mkdir()
+    (folder / "merged" / "result.json").write_bytes(data)
+
+    with pytest.raises(RunFormatError, match=f"{message}.* again"):
+        open_run(str(folder)).coverage()

@@ -63,7 +63,41 @@ def test_an_address_that_means_another_one_is_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["runs", "/data/run?x#1", "file:///data/run", "s3://bucket/run", "https://host/a?b=c"]
+    ("url", "missing"),
+    [
+        ("s3://", "bucket"),
+        ("s3:///run", "bucket"),
+        ("S3A:// /run", "bucket"),
+        ("gs://", "bucket"),
+        ("abfs://", "bucket"),
+        ("simplecache::s3://", "bucket"),
+        ("s3:///a.zip::memory://run", "bucket"),
+        ("https:///run", "host"),
+        ("sftp://", "host"),
+        ("file://", "folder"),
+        ("hdfs://", "folder"),
+    ],
+)
+def test_a_url_that_ends_where_the_place_begins_is_refused(url: str, missing: str) -> None:
+    """The sentence says what is missing and where it goes."""
+    with pytest.raises(ConfigurationError, match=rf"names no {missing}; give one"):
+        urls.check_url(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "runs",
+        "/data/run?x#1",
+        "file:///data/run",
+        "s3://bucket",
+        "s3://bucket/run",
+        "https://host/a?b=c",
+        "memory://",
+        "hdfs:///run",
+        "zip://::s3://bucket/run.zip",
+        "abfs://container@account.dfs.core.windows.net/run",
+    ],
 )
 def test_a_sound_address_passes(url: str) -> None:
     """A query is only refused where it would become a part of a name."""

@@ -58,3 +58,32 @@ def test_the_oldest_parts_are_given_up_beyond_the_bound() -> None:
     assert waiting.dropped_rows["history"] == 2
     assert len(target.parts) == 2
     assert str(failures[-1]) == "1 rows of history given up: 25 bytes wait already"
+
+
+def test_giving_up_tries_each_part_once_more() -> None:
+    """What fits is durable, the rest is counted by table and told once a table."""
+    failures: list[Exception] = []
+    target = MemoryTarget()
+    target.max_part_bytes = 20
+    waiting = WaitingParts(target, failures.append)
+    for size in (30, 10, 40):
+        waiting.add(part(size, sample_id=size))
+
+    assert not waiting.give_up()
+
+    assert (waiting.durable_rows["history"], waiting.dropped_rows["history"], len(waiting)) == (1, 2, 0)
+    assert waiting.last_sample_id == 10
+    assert [str(failure) for failure in failures] == [
+        "2 rows of history given up at the close: [Errno 27] File too large"
+    ]
+
+
+def test_giving_up_with_nothing_refused_loses_nothing() -> None:
+    """Parts that only waited for their next try are written."""
+    target = MemoryTarget()
+    waiting = WaitingParts(target, print)
+    waiting.add(part())
+
+    assert waiting.give_up()
+
+    assert (len(target.parts), waiting.dropped_rows["history"]) == (1, 0)

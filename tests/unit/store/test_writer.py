@@ -433,12 +433,106 @@ def test_a_manifest_that_could_not_be_written_is_tried_again() -> None:
 
 
 def test_closing_on_a_full_disk_says_that_rows_are_left() -> None:
-    """The answer is False, and nothing is raised."""
+    """The answer is False, each time it is asked for, and nothing is raised."""
     rig = Rig()
     rig.writer.add_sample(forward(0, measurement()))
     rig.target.is_full = True
 
     assert not rig.writer.close(0)
+    assert not rig.writer.close(0)
+
+
+@pytest.mark.parametrize("complete", [True, False], ids=["close", "exit"])
+def test_what_is_refused_until_the_close_is_counted_in_the_last_manifest(complete: bool) -> None:
+    """Each table tells its own rows, the counters those of history, the errors why."""
+    rig = Rig()
+    rig.target.refused_tables = {"history", "samples", "steps"}
+    rig.training = Counters(rows_dropped=1)
+    rig.writer.start(())
+    for ordinal in range(4):
+        rig.writer.add_sample(forward(ordinal, measurement()))
+    rig.writer.add_attempts([attempt(0), attempt(1)])
+
+    assert not rig.writer.close(5.0, complete=complete)
+
+    manifest = rig.manifest()
+    assert manifest.status == "closed"
+    dropped = {table: state.rows_dropped for table, state in manifest.tables.items() if state.rows_dropped}
+    assert dropped == {"history": 12, "samples": 4, "steps": 2}
+    assert (manifest.counters.rows, manifest.counters.rows_dropped) == (0, 13)
+    assert rig.writer.counters().rows_dropped == 13
+    messages = [error.message for error in manifest.errors]
+    assert "12 rows of history given up at the close: [Errno 27] File too large" in messages
+    assert "2 rows of steps given up at the close: [Errno 27] File too large" in messages
+
+
+def test_a_part_that_fits_is_kept_though_one_before_it_did_not() -> None:
+    """At the close each part is tried by itself, so that one refused part costs its own rows alone."""
+    rig = Rig()
+    rig.writer.start(())
+    rig.target.refused_tables = {"history"}
+    rig.writer.add_sample(forward(0, measurement()))
+    rig.writer.add_attempts([attempt(0)])
+
+    assert not rig.writer.close(0)
+
+    assert (len(rig.rows("history")), len(rig.rows("samples")), len(rig.rows("steps"))) == (0, 1, 1)
+    tables = rig.manifest().tables
+    assert [tables[table].rows_dropped for table in ("history", "samples", "steps")] == [3, 0, 0]
+
+
+def test_a_close_tries_as_long_as_there_is_time() -> None:
+    """A disk that has room again before the end costs nothing, and what carries parts further is asked."""
+    rig = Rig()
+    rig.writer.start(())
+    rig.writer.add_sample(forward(0, measurement()))
+    rig.target.is_full = True
+    began_s = rig.clock.now_s
+
+    def make_room() -> None:
+        rig.target.is_full = rig.clock.now_s < began_s + 8
+
+    rig.clock.on_sleep = make_room
+
+    assert rig.writer.close(10.0)
+
+    assert len(rig.rows("history")) == 3
+    assert rig.manifest().counters.rows_dropped == 0
+    assert len(rig.target.finished_within) == 8 + 2
+
+
+def test_giving_up_leaves_time_for_the_manifest() -> None:
+    """The last second of a close is not spent on trying, so that a caller who waits sees the counts."""
+    rig = Rig()
+    rig.writer.start(())
+    rig.writer.add_sample(forward(0, measurement()))
+    rig.target.refused_tables = {"history"}
+    began_s = rig.clock.now_s
+
+    rig.writer.close(10.0)
+
+    assert rig.clock.now_s == began_s + 9
+
+
+def test_a_manifest_that_cannot_be_written_at_the_close_is_told() -> None:
+    """Rows may be durable, but readers would take the process for one that died."""
+    rig = Rig()
+    rig.writer.start(())
+    rig.target.is_full = True
+
+    assert not rig.writer.close(0)
+
+
+def test_at_the_end_of_the_interpreter_nobody_waits_for_what_carries_on_alone() -> None:
+    """The spool is asked to go on, with no time to wait for it."""
+    rig = Rig()
+    rig.writer.start(())
+    rig.writer.add_sample(forward(0, measurement()))
+
+    assert rig.writer.close(5.0, complete=False)
+
+    assert rig.target.finished_within == [0.0]
+    assert rig.manifest().status == "closed"
 
 
 def test_a_broken_delivery_does_not_take_its_neighbours_with_it() -> None:
