@@ -448,7 +448,7 @@ def test_what_is_refused_until_the_close_is_counted_in_the_last_manifest(complet
     rig = Rig()
     rig.target.refused_tables = {"history", "samples", "steps"}
     rig.training = Counters(rows_dropped=1)
-    rig.writer.start(())
+    rig.writer.start(run_record(), ())
     for ordinal in range(4):
         rig.writer.add_sample(forward(ordinal, measurement()))
     rig.writer.add_attempts([attempt(0), attempt(1)])
@@ -469,7 +469,7 @@ def test_what_is_refused_until_the_close_is_counted_in_the_last_manifest(complet
 def test_a_part_that_fits_is_kept_though_one_before_it_did_not() -> None:
     """At the close each part is tried by itself, so that one refused part costs its own rows alone."""
     rig = Rig()
-    rig.writer.start(())
+    rig.writer.start(run_record(), ())
     rig.target.refused_tables = {"history"}
     rig.writer.add_sample(forward(0, measurement()))
     rig.writer.add_attempts([attempt(0)])
@@ -484,7 +484,7 @@ def test_a_part_that_fits_is_kept_though_one_before_it_did_not() -> None:
 def test_a_close_tries_as_long_as_there_is_time() -> None:
     """A disk that has room again before the end costs nothing, and what carries parts further is asked."""
     rig = Rig()
-    rig.writer.start(())
+    rig.writer.start(run_record(), ())
     rig.writer.add_sample(forward(0, measurement()))
     rig.target.is_full = True
     began_s = rig.clock.now_s
@@ -504,7 +504,7 @@ def test_a_close_tries_as_long_as_there_is_time() -> None:
 def test_giving_up_leaves_time_for_the_manifest() -> None:
     """The last second of a close is not spent on trying, so that a caller who waits sees the counts."""
     rig = Rig()
-    rig.writer.start(())
+    rig.writer.start(run_record(), ())
     rig.writer.add_sample(forward(0, measurement()))
     rig.target.refused_tables = {"history"}
     began_s = rig.clock.now_s
@@ -517,7 +517,7 @@ def test_giving_up_leaves_time_for_the_manifest() -> None:
 def test_a_manifest_that_cannot_be_written_at_the_close_is_told() -> None:
     """Rows may be durable, but readers would take the process for one that died."""
     rig = Rig()
-    rig.writer.start(())
+    rig.writer.start(run_record(), ())
     rig.target.is_full = True
 
     assert not rig.writer.close(0)
@@ -526,7 +526,7 @@ def test_a_manifest_that_cannot_be_written_at_the_close_is_told() -> None:
 def test_at_the_end_of_the_interpreter_nobody_waits_for_what_carries_on_alone() -> None:
     """The spool is asked to go on, with no time to wait for it."""
     rig = Rig()
-    rig.writer.start(())
+    rig.writer.start(run_record(), ())
     rig.writer.add_sample(forward(0, measurement()))
 
     assert rig.writer.close(5.0, complete=False)
