@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -17,14 +19,21 @@ from torch import nn
 
 from torchinstruments import (
     AlwaysSampler,
+    CompositeSink,
     ConfigurationError,
+    DirectorySink,
+    EveryNForwardsSampler,
+    HistoryConfig,
     ObserverAlreadyAttachedError,
+    SnapshotSink,
     TimedSampler,
     has_observer,
+    histogram,
     inject_observer,
     open_run,
     remove_observer,
 )
+from torchinstruments.records import Sample
 
 
 def make_model() -> nn.Module:
@@ -275,3 +284,124 @@ def test_a_training_loop_under_warnings_as_errors_never_sees_one(tmp_path: Path)
     assert observer.counters.errors["reducer"] == 2 * 2 * 3
     reasons = open_run(str(tmp_path / "run")).history().collect()["unavailable_reason"].unique().to_list()
     assert reasons == ["reducer_error: ValueError: no"]
+
+
+def test_a_clean_close_leaves_everything_that_a_rank_promises(tmp_path: Path) -> None:
+    """Parts, their copy, the summaries, the guide, the catalog, the manifest and histograms lie there."""
+    model = make_model()
+    inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler())
+    train(model)
+    remove_observer(model)
+    names = {
+        path.relative_to(tmp_path / "run").parts[0].partition("-")[0]
+        for path in (tmp_path / "run").rglob("*")
+    }
+    assert names >= {
+        *("run.json", "generations", "result.json", "index.md", "history.parquet", "history.parts"),
+        *("samples.parts", "steps.parts", "tensorboard", "process", "modules"),
+    }
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert [record["layer"] for record in result] == ["0", "1", "2"]
+    assert result[0]["tensors"][0]["statistics"][0]["observations"] == 2
+
+
+def test_the_catalog_and_the_guide_are_there_before_the_first_sample(tmp_path: Path) -> None:
+    """With a rank that is known at attach, result.json lists every layer with no measurements."""
+    model = make_model()
+    observer = inject_observer(model, output_dir=tmp_path / "run", sampler=EveryNForwardsSampler(100))
+    train(model, 1)
+    assert observer.flush()
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert [(record["layer"], record["tensors"]) for record in result] == [("0", []), ("1", []), ("2", [])]
+    assert (tmp_path / "run" / "index.md").read_text().startswith("# How to read this folder")
+    with pytest.warns(RuntimeWarning, match="no sample"):
+        remove_observer(model)
+
+
+def test_histograms_cover_the_layers_in_focus_alone(tmp_path: Path) -> None:
+    """A selector and a maximum choose; the rest of the layers have statistics and no histogram."""
+    model = make_model()
+    seen: list[Sample] = []
+
+    class Keep:
+        """Keeps what it is given."""
+
+        def initialize(self, run: object, modules: object) -> None:
+            """Takes the run."""
+
+        def observe(self, sample: Sample) -> None:
+            """Keeps a sample."""
+            seen.append(sample)
+
+        def close(self) -> None:
+            """Ends."""
+
+    inject_observer(
+        model,
+        output_dir=tmp_path / "run",
+        sampler=AlwaysSampler(),
+        histogram_selector=lambda name, _: name != "1",
+        max_histogram_modules=1,
+        sink=Keep(),
+    )
+    train(model, 1)
+    remove_observer(model)
+    drawn = [(one.layer, one.signal, sum(one.counts)) for sample in seen for one in sample.histograms]
+    assert drawn == [("0", "output", 3 * 8), ("0", "output_gradient", 3 * 8)]
+    assert {one.layer for sample in seen for one in sample.measurements} == {"0", "1", "2"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"histogram_selector": lambda *_: False}, "histogram_selector"),
+        ({"max_histogram_modules": 0}, "max_histogram_modules=0"),
+        ({"max_histogram_modules": True}, "max_histogram_modules=True"),
+        ({"histograms": (histogram(), histogram())}, "'distribution' twice"),
+        ({"histograms": histogram()}, "histograms="),
+        ({"sink": 3}, "3"),
+        ({"sink": DirectorySink("x"), "output_dir": "y"}, "output_dir and a DirectorySink conflict"),
+        ({"sink": DirectorySink("x"), "run_id": "y"}, "run_id and a DirectorySink conflict"),
+        (
+            {"sink": DirectorySink("x"), "history_config": HistoryConfig()},
+            "history_config and a DirectorySink",
+        ),
+        ({"capture_direct_forwards": 1}, "capture_direct_forwards=1"),
+    ],
+)
+def test_arguments_that_cannot_work_name_what_is_wrong(arguments: dict[str, Any], words: str) -> None:
+    """Nothing is attached, and the sentence has the argument and its value."""
+    model = make_model()
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
+        inject_observer(model, **arguments)
+    assert not has_observer(model)
+
+
+def test_a_directory_sink_stands_for_the_folder(tmp_path: Path) -> None:
+    """Inside a composite it says where the run lies, and the default folder is not made."""
+    model = make_model()
+    observer = inject_observer(
+        model,
+        sampler=AlwaysSampler(),
+        sink=CompositeSink(
+            DirectorySink(tmp_path / "mine", run_id="named"), SnapshotSink(tmp_path / "snapshots")
+        ),
+    )
+    train(model)
+    remove_observer(model)
+    assert observer.url == str(tmp_path / "mine")
+    assert json.loads((tmp_path / "mine" / "run.json").read_text())["run_id"] == "named"
+    assert len(list((tmp_path / "snapshots" / "snapshots").iterdir())) == 2
+
+
+def test_direct_forwards_are_captured_when_asked_for(tmp_path: Path) -> None:
+    """model.forward(x) is a root forward then, once, and the model is clean again after removal."""
+    model = make_model()
+    observer = inject_observer(
+        model, output_dir=tmp_path / "run", sampler=AlwaysSampler(), capture_direct_forwards=True
+    )
+    model.forward(torch.randn(3, 4)).sum().backward()
+    train(model, 1)
+    remove_observer(model)
+    assert observer.counters.samples == 2
+    assert all("forward" not in vars(module) for module in model.modules())
