@@ -37,7 +37,26 @@ __all__ = [
     "Scope",
     "Signal",
     "StepProvenance",
+    "error_text",
+    "storable",
 ]
+
+
+def storable(text: str) -> str:
+    """Returns a text as every table and document can hold it: lone surrogates become their escapes.
+
+    File names that are not UTF-8 bring them. It is for wherever a text of the program's comes in (any
+    thread, hot path).
+    """
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def error_text(error: BaseException, max_characters: int = 500) -> str:
+    """Returns the message of an exception on one line and storable; it never raises (any thread)."""
+    try:
+        return storable(" ".join(str(error).split())[:max_characters])
+    except Exception:  # noqa: BLE001 - an exception whose text fails is still one that is counted
+        return "(its message could not be read)"
 
 
 class Signal(StrEnum):
@@ -138,13 +157,19 @@ class Reason(StrEnum):
     NO_TENSOR_OUTPUT = "no_tensor_output"
     REENTRANT_CHECKPOINT = "reentrant_checkpoint"
     INSIDE_COMPILED = "inside_compiled"
+    INSIDE_FUSED = "inside_fused"
+    UNREADABLE_OUTPUT = "unreadable_output"
     GRAPH_CAPTURE = "graph_capture"
     OVER_DEVICE_BUDGET = "over_device_budget"
     REDUCER_ERROR = "reducer_error"
 
     def with_detail(self, detail: str) -> str:
-        """Returns the code with a detail behind it, on one line and at most 200 characters long."""
-        return f"{self.value}: {' '.join(detail.split())}"[:200]
+        """Returns the code with a detail behind it, on one line, storable, at most 200 characters long."""
+        return storable(f"{self.value}: {' '.join(detail.split())}"[:200])
+
+    def with_error(self, error: BaseException) -> str:
+        """Returns the code with an exception behind it; it never raises."""
+        return self.with_detail(f"{type(error).__name__}: {error_text(error)}")
 
 
 @dataclass(frozen=True, slots=True)

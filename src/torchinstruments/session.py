@@ -9,7 +9,6 @@ import atexit
 import logging
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,6 +41,7 @@ from torchinstruments.sinks.event_files import HistogramFiles, open_histogram_fi
 from torchinstruments.sinks.sink import Sink
 from torchinstruments.store.filesystem import redact
 from torchinstruments.store.writer import RankWriter
+from torchinstruments.warning_place import warn_user
 
 __all__ = ["AGREEMENT_TIMEOUT_S", "CLOSE_TIMEOUT_S", "FLUSH_TIMEOUT_S", "RunSession"]
 
@@ -222,7 +222,7 @@ class RunSession:
                 "late",
                 f"not everything has reached {self.url} yet; the rest lies in {where} and is still carried"
                 if where
-                else f"not everything reached {self.url}; the rest is lost",
+                else f"not everything reached {self.url}; its manifest says what was given up",
             )
         return arrived
 
@@ -357,7 +357,7 @@ class RunSession:
             return
         self._warned.add(kind)
         try:
-            warnings.warn(f"torchinstruments: {sentence}", RuntimeWarning, stacklevel=2)
+            warn_user(f"torchinstruments: {sentence}")
         except Exception:  # noqa: BLE001 - a filter turned it into an exception
             _LOGGER.warning("torchinstruments: %s", sentence)
 

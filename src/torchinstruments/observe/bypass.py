@@ -5,23 +5,22 @@ hook every part for good would make each unsampled forward pay. So parts are wat
 expected to need them: from attach to the first forward of the model, and from the end of a sampled forward to
 the begin of the next one. What is counted there is told once, at the end, and stands for more.
 
-A part is watched without a hook. The slot that ``Module.compile()`` uses for what a call of a module runs is
-empty in a module that is not compiled; it costs a dictionary entry, changes nothing of the call, and is left
-behind by copies and pickles. Steps of the model's optimizers without a call of the model are evidence that
-costs nothing at all.
+A part is watched without a hook, through the slot of its call (`observe.slots`). Steps of the model's
+optimizers without a call of the model are evidence that costs nothing at all.
 """
 
-import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from torchinstruments.observe.engine import is_in_backward, tracing
+from torchinstruments.observe.slots import CallSlot
 from torchinstruments.observe.stack import callers, runs_for
 from torchinstruments.records import AttemptRecord
 
@@ -38,10 +37,9 @@ MAX_COUNTED = 10_000
 
 _SLOT = "_compiled_call_impl"
 _MAX_NAMES = 3
-_WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__  # noqa: SLF001 - what ``Module.__call__`` is
 
 
-class CallSentry:
+class CallSentry(CallSlot):
     """Runs a call of a module as it would run, and tells of it.
 
     Args:
@@ -50,32 +48,20 @@ class CallSentry:
         tell: Takes the name, and the frame that made the call; it never raises.
     """
 
-    __slots__ = ("_module", "_name", "_tell")
+    __slots__ = ("_name", "_tell")
 
     def __init__(self, name: str, module: nn.Module, tell: "Callable[[str, FrameType | None], None]") -> None:
+        super().__init__(module)
         self._name = name
-        self._module = weakref.ref(module)
         self._tell = tell
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @override
+    def run(
+        self, module: nn.Module, caller: "FrameType | None", args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Runs the call (training thread, hot path)."""
-        module = self._module()
-        assert module is not None, "whoever calls a module holds it"
-        if torch.compiler.is_compiling():
-            return module._call_impl(*args, **kwargs)  # noqa: SLF001 - what an empty slot runs
-        caller = sys._getframe(1)  # noqa: SLF001 - nothing else tells
-        if caller.f_code is _WRAPPED_CALL:
-            # A replica or a shallow copy of the module has the same entry.
-            module = caller.f_locals.get("self", module)
-            caller = caller.f_back
         self._tell(self._name, caller)
-        return module._call_impl(*args, **kwargs)  # noqa: SLF001 - what an empty slot runs
-
-    def __deepcopy__(self, memo: dict[int, object]) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+        return self._run_below(module, caller, args, kwargs)
 
 
 class Bypass:
@@ -94,9 +80,9 @@ class Bypass:
         self._root_code = getattr(getattr(type(root), "forward", None), "__code__", None)
         self._parts: list[tuple[weakref.ref[nn.Module], CallSentry]] = []
         self._ids: frozenset[int] = frozenset()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._arming = threading.Lock()
-        self._armed: list[tuple[weakref.ref[nn.Module], CallSentry]] = []
+        self._armed: list[CallSentry] = []
         self._num_calls = 0
         self._names: Counter[str] = Counter()
         self._saw_forward = False
@@ -113,7 +99,10 @@ class Bypass:
             for (name, module), _ in zip(root.named_modules(), range(MAX_PARTS), strict=False)
             if module is not root and not isinstance(module, torch.jit.ScriptModule)
         ]
-        self._ids = frozenset(id(module) for reference, _ in self._parts if (module := reference()))
+        # Not by its truth: a container that is empty, or a compiled module, has another one or none.
+        self._ids = frozenset(
+            id(module) for reference, _ in self._parts if (module := reference()) is not None
+        )
 
     def arm(self, compiled: frozenset[int] = frozenset()) -> None:
         """Begins to watch (training thread).
@@ -129,8 +118,8 @@ class Bypass:
                 module = reference()
                 if module is None or id(module) in compiled or _SLOT in module.__dict__:
                     continue
-                module.__dict__[_SLOT] = sentry
-                armed.append((reference, sentry))
+                if sentry.install():
+                    armed.append(sentry)
             self._armed = armed
         finally:
             self._arming.release()
@@ -141,11 +130,8 @@ class Bypass:
             return
         armed = self._armed
         self._armed = []
-        for reference, sentry in armed:
-            module = reference()
-            # ``Module.compile()`` may have put something over it.
-            if module is not None and module.__dict__.get(_SLOT) is sentry:
-                del module.__dict__[_SLOT]
+        for sentry in armed:
+            sentry.remove()
 
     def attempts_closed(self, records: Iterable[AttemptRecord]) -> None:
         """Takes the attempts of a window that closed (training thread, hot path).

@@ -76,10 +76,15 @@ class RunningCalls:
                 if thread not in alive:
                     self.abandon(thread)
 
-    def drop(self) -> None:
-        """Takes the hooks of running forwards out of the model and drops what they measured (any thread)."""
+    def drop(self) -> list[SampledForward]:
+        """Takes the hooks of running forwards out of the model and drops what they measured (any thread).
+
+        Returns:
+            The samples that this cut off.
+        """
         calls = list(self._by_thread.values())
         self._by_thread.clear()
-        for call in calls:
-            if call.sampled is not None:
-                call.sampled.detach()
+        cut_off = [call.sampled for call in calls if call.sampled is not None]
+        for sampled in cut_off:
+            sampled.detach()
+        return cut_off

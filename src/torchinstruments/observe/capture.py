@@ -9,7 +9,7 @@ tool's hook replaces an output, what is measured is what the next layer is given
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torchinstruments.observe.direct import DirectLayer, ForwardOverride
 from torchinstruments.observe.engine import is_in_backward
 from torchinstruments.observe.faults import Faults, Tally
+from torchinstruments.observe.fused import FusedRegion
 from torchinstruments.observe.gradients import GradientTracker, SampleGradients
 from torchinstruments.observe.hooks import LayerHook
 from torchinstruments.observe.leaves import gradient_path, tensors_in
@@ -32,6 +33,7 @@ from torchinstruments.observe.observation import (
     take_tensor,
 )
 from torchinstruments.observe.selection import Layer
+from torchinstruments.observe.slots import CallSlot, LayerSlot, RegionSlot
 from torchinstruments.records import (
     Execution,
     GradSync,
@@ -59,11 +61,24 @@ _TAKES_NO_HOOK = (Reason.UNSUPPORTED_LAYOUT.value, Reason.META_TENSOR.value, Rea
 
 @dataclass(slots=True)
 class _Progress:
-    """What a sampled forward has come to."""
+    """What a sampled forward has come to.
+
+    Attributes:
+        calls: Calls by index of the layer, those among them of which nothing could be seen.
+        fired: Indices of the layers that were called, in the order of their first calls.
+        handles: Hooks on layers.
+        overrides: On layers, for direct forwards.
+        slots: On layers that must not have hooks.
+        gradients: Those that may come.
+        collection_s: Seconds that it took.
+        is_full: Whether there is no room for another tensor.
+    """
 
     calls: dict[int, int] = field(default_factory=dict)
+    fired: dict[int, None] = field(default_factory=dict)
     handles: "list[RemovableHandle]" = field(default_factory=list)
     overrides: list[ForwardOverride] = field(default_factory=list)
+    slots: list[CallSlot] = field(default_factory=list)
     gradients: SampleGradients | None = None
     collection_s: float = 0.0
     is_full: bool = False
@@ -74,6 +89,7 @@ class SampledForward:
 
     Args:
         layers: The selected ones.
+        regions: What `fused_regions` returned for them.
         tracker: Watches gradients.
         faults: Takes errors.
         ordinal: Of the sample.
@@ -86,6 +102,7 @@ class SampledForward:
         self,
         *,
         layers: Sequence[Layer],
+        regions: Sequence[FusedRegion],
         tracker: GradientTracker,
         faults: Faults,
         ordinal: int,
@@ -94,6 +111,7 @@ class SampledForward:
         grad_sync: GradSync,
     ) -> None:
         self._layers = layers
+        self._regions = regions
         self._tracker = tracker
         self._tally = Tally(faults)
         self._ordinal = ordinal
@@ -107,7 +125,7 @@ class SampledForward:
     @property
     def order(self) -> tuple[int, ...]:
         """Indices of the layers that were called, in the order of their first calls."""
-        return tuple(self._progress.calls)
+        return tuple(self._progress.fired)
 
     def attach(self, compiled: frozenset[int], replicated: frozenset[int] | None = None) -> None:
         """Hooks the layers (training thread, hot path).
@@ -118,23 +136,41 @@ class SampledForward:
         """
         started_s = time.perf_counter()
         thread = threading.get_ident()
+        hookless = frozenset(layer.index for region in self._regions for layer in region.hookless)
+        own = frozenset(region.own.index for region in self._regions if region.own is not None)
         for layer in self._layers:
             if layer.is_root or not layer.takes_hooks:
                 continue
             try:
                 if id(layer.watched) in compiled:
                     self._note_compiled(layer)
-                else:
-                    hook = LayerHook(self, layer, thread)
-                    self._progress.handles.append(layer.watched.register_forward_hook(hook))
-                    if replicated is not None and id(layer.watched) not in replicated:
-                        override = ForwardOverride(layer.watched, DirectLayer(self, layer, thread))
-                        override.install(clean_copies=False)
-                        self._progress.overrides.append(override)
+                    continue
+                if layer.index not in own:
+                    self._watch(layer, thread, takes_hook=layer.index not in hookless)
+                if replicated is not None and id(layer.watched) not in replicated:
+                    override = ForwardOverride(layer.watched, DirectLayer(self, layer, thread))
+                    override.install(clean_copies=False)
+                    self._progress.overrides.append(override)
             except Exception as error:  # noqa: BLE001 - one layer may not cost the others
                 self._tally.layer = layer.name
                 self._tally.fail(_PROBE, error)
+        for region in self._regions:
+            if id(region.module) not in compiled and not region.is_root:
+                self._install(RegionSlot(region, self, thread))
         self._progress.collection_s += time.perf_counter() - started_s
+
+    def _watch(self, layer: Layer, thread: int, *, takes_hook: bool) -> None:
+        """Has the calls of a layer seen."""
+        if takes_hook:
+            hook = LayerHook(self, layer, thread)
+            self._progress.handles.append(layer.watched.register_forward_hook(hook))
+        else:
+            self._install(LayerSlot(layer.watched, self, thread, layer))
+
+    def _install(self, slot: CallSlot) -> None:
+        """Puts a slot into its module, to be taken out at the end."""
+        if slot.install():
+            self._progress.slots.append(slot)
 
     def observe(self, layer: Layer, output: object) -> None:
         """Measures an output of a layer; it never raises (training thread, hot path)."""
@@ -149,6 +185,62 @@ class SampledForward:
             self._tally.fail(_PROBE, error)
         finally:
             self._progress.collection_s += time.perf_counter() - started_s
+
+    def num_calls(self, region: FusedRegion) -> int:
+        """Returns how many calls were seen inside a region so far (training thread, hot path)."""
+        return sum(self._progress.calls.get(layer.index, 0) for layer in region.inside)
+
+    def region_ended(self, region: FusedRegion, num_calls_before: int) -> None:
+        """Notes of layers whether a call around them was fused; it never raises (training thread, hot path).
+
+        Args:
+            region: What was called.
+            num_calls_before: What `num_calls` returned before.
+        """
+        if self._is_over or is_in_backward() or region.module.training:
+            return
+        if self.num_calls(region) == num_calls_before:
+            self._note_absences(region.inside, Reason.INSIDE_FUSED.value)
+
+    def returned(self, output: object) -> None:
+        """Notes of layers why they were not called, where that is known (training thread, hot path).
+
+        Args:
+            output: What the model returned.
+        """
+        for region in self._regions:
+            # Its slot is the permanent one, which saw the call before this forward began.
+            if region.is_root:
+                self.region_ended(region, 0)
+        if isinstance(output, (Iterator, Coroutine, AsyncIterator)):
+            detail = f"the model returned a {type(output).__name__}, which runs after its forward"
+            waiting = [
+                layer
+                for layer in self._layers
+                if layer.takes_hooks and not layer.is_root and layer.index not in self._progress.calls
+            ]
+            self._note_absences(waiting, Reason.NO_TENSOR_OUTPUT.with_detail(detail))
+
+    def _note_absences(self, layers: Sequence[Layer], reason: str) -> None:
+        """Says of each layer once why there is no output of it."""
+        started_s = time.perf_counter()
+        for layer in layers:
+            if not self._has_room():
+                break
+            take_absence(self._part, self._call(layer), Signal.OUTPUT, "output", reason)
+        self._progress.collection_s += time.perf_counter() - started_s
+
+    def _call(self, layer: Layer) -> Call:
+        """Returns the next call of a layer."""
+        calls = self._progress.calls
+        call_index = calls.get(layer.index, 0)
+        calls[layer.index] = call_index + 1
+        return Call(
+            layer=layer,
+            call_index=call_index,
+            mode="train" if layer.module.training else "eval",
+            grad_enabled=torch.is_grad_enabled(),
+        )
 
     def end(self, *, failed: bool) -> tuple[Delivery, SampleGradients | None] | None:
         """Unhooks the layers and returns what was measured (training thread, hot path).
@@ -171,7 +263,7 @@ class SampledForward:
         self._part.batch.seal()
         self._progress.collection_s += time.perf_counter() - started_s
         delivery = Delivery(
-            facts=self._facts(),
+            facts=self.facts(),
             state=SampleState.FAILED if failed else SampleState.FORWARD_COMPLETE,
             backward_index=None,
             settled=gradients is None,
@@ -183,7 +275,7 @@ class SampledForward:
         )
         return delivery, gradients
 
-    def _facts(self) -> SampleFacts:
+    def facts(self) -> SampleFacts:
         """Returns what all deliveries of the sample share."""
         return SampleFacts(
             ordinal=self._ordinal,
@@ -191,7 +283,7 @@ class SampledForward:
             started_at_us=self._started_at_us,
             grad_sync=self._grad_sync,
             modules_expected=len(self._layers),
-            modules_fired=len(self._progress.calls),
+            modules_fired=len(self._progress.fired),
         )
 
     def detach(self) -> None:
@@ -203,22 +295,23 @@ class SampledForward:
         for override in self._progress.overrides:
             override.remove()
         self._progress.overrides.clear()
+        for slot in reversed(self._progress.slots):
+            slot.remove()
+        self._progress.slots.clear()
 
     def _measure(self, layer: Layer, output: object) -> None:
         """Measures all tensors of one output."""
-        progress = self._progress
-        call_index = progress.calls.get(layer.index, 0)
-        progress.calls[layer.index] = call_index + 1
-        call = Call(
-            layer=layer,
-            call_index=call_index,
-            mode="train" if layer.module.training else "eval",
-            grad_enabled=torch.is_grad_enabled(),
-        )
+        call = self._call(layer)
+        self._progress.fired[layer.index] = None
         leaves = tensors_in(output)
         if leaves.truncated:
             self._tally.fail(_PROBE, RuntimeError(leaves.truncated))
-        if not leaves.tensors and self._has_room():
+        for path, unreadable in leaves.unreadable:
+            self._tally.fail(_PROBE, unreadable)
+            if self._has_room():
+                reason = Reason.UNREADABLE_OUTPUT.with_error(unreadable)
+                take_absence(self._part, call, Signal.OUTPUT, path, reason)
+        if not leaves.tensors and not leaves.unreadable and self._has_room():
             take_absence(self._part, call, Signal.OUTPUT, "output", Reason.NO_TENSOR_OUTPUT.value)
         for path, tensor in leaves.tensors:
             if not self._has_room():

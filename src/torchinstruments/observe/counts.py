@@ -20,7 +20,8 @@ class Counts:
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
-        self._lock = threading.Lock()
+        # A signal handler may run the model while its thread is in here.
+        self._lock = threading.RLock()
         self._forwards = 0
         self._samples = 0
         self._missed = 0
@@ -47,5 +48,5 @@ class Counts:
 
     def disarm(self) -> None:
         """Makes it usable in a forked child, where a lock may be held for ever."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._faults.disarm()

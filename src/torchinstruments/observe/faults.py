@@ -6,13 +6,13 @@ raises it at the next root forward, where a program can be stopped without leavi
 
 import logging
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
 from torchinstruments.config import ErrorPolicy
-from torchinstruments.records import ErrorRecord
+from torchinstruments.records import ErrorRecord, error_text, storable
+from torchinstruments.warning_place import warn_user
 
 __all__ = ["Faults", "Tally"]
 
@@ -35,7 +35,8 @@ class Faults:
         self._counts: Counter[str] = Counter()
         self._warned: set[tuple[str, str]] = set()
         self._pending: BaseException | None = None
-        self._lock = threading.Lock()
+        # A signal handler may report while its thread is in here.
+        self._lock = threading.RLock()
 
     @property
     def raises(self) -> bool:
@@ -63,7 +64,7 @@ class Faults:
             error: What was caught.
         """
         kind = (probe, type(error).__name__)
-        text = _text(error)
+        text = error_text(error, _MAX_MESSAGE_CHARACTERS)
         with self._lock:
             self._counts[probe] += 1
             is_new = kind not in self._warned and len(self._warned) < _MAX_KINDS
@@ -93,7 +94,7 @@ class Faults:
             self._counts[probe] += 1
             is_new = (probe, "notice") not in self._warned
             self._warned.add((probe, "notice"))
-        self._hold(probe, layer, RuntimeWarning.__name__, sentence[:_MAX_MESSAGE_CHARACTERS])
+        self._hold(probe, layer, RuntimeWarning.__name__, storable(sentence[:_MAX_MESSAGE_CHARACTERS]))
         if is_new and is_worth_a_warning:
             self.warn(sentence)
 
@@ -103,7 +104,7 @@ class Faults:
 
     def disarm(self) -> None:
         """Makes it usable in a forked child, where the lock may be held for ever."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def warn(self, sentence: str) -> None:
         """Warns the user once; where warnings are errors it is logged instead, for training must go on."""
@@ -111,7 +112,7 @@ class Faults:
             return
         message = f"torchinstruments: {sentence}"
         try:
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            warn_user(message)
         except Exception:  # noqa: BLE001 - a filter turned it into an exception
             _LOGGER.warning(message)
 
@@ -152,11 +153,3 @@ class Tally:
         """Counts and reports an error; it never raises (any thread, hot path)."""
         self.errors += 1
         self._faults.report(probe, self.layer, error)
-
-
-def _text(error: BaseException) -> str:
-    """Returns the message of an exception on one line and of bounded length."""
-    try:
-        return " ".join(str(error).split())[:_MAX_MESSAGE_CHARACTERS]
-    except Exception:  # noqa: BLE001 - an exception whose text fails is still one that is counted
-        return "(its message could not be read)"

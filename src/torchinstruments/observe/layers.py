@@ -17,6 +17,7 @@ from torch import nn
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.observe.catalog import Catalog
 from torchinstruments.observe.faults import Faults
+from torchinstruments.observe.fused import fused_regions
 from torchinstruments.observe.selection import Layer, Selector, select_layers
 from torchinstruments.observe.wrappers import is_compiled_in_place
 
@@ -60,6 +61,8 @@ class ObservedLayers:
     ) -> None:
         self.current = tuple(layers)
         """Those that are there now."""
+        self.regions = fused_regions(model, self.current)
+        """Where they must not have hooks."""
         self.catalog = Catalog(self.current)
         """All that ever were."""
         self._selector = selector
@@ -95,6 +98,7 @@ class ObservedLayers:
             return False
         before = {layer.name: layer for layer in self.current}
         self.current = self._with_old_indices(fresh)
+        self.regions = fused_regions(model, self.current)
         known = {layer.name for layer in self.current}
         replaced = sum(
             layer.name in before and before[layer.name].module is not layer.module for layer in self.current

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from torchinstruments.records import storable
+
 __all__ = ["MAX_DEPTH", "MAX_NODES", "MAX_TENSORS", "Leaves", "gradient_path", "tensors_in"]
 
 MAX_DEPTH = 32
@@ -32,10 +34,12 @@ class Leaves:
     Attributes:
         tensors: Path and tensor, in the order of the output.
         truncated: Which bound was met, as a sentence; ``""`` where all was found.
+        unreadable: Path of each container that could not be gone through, and what it raised.
     """
 
     tensors: tuple[tuple[str, torch.Tensor], ...]
     truncated: str = ""
+    unreadable: tuple[tuple[str, Exception], ...] = ()
 
 
 def tensors_in(output: object) -> Leaves:
@@ -55,7 +59,7 @@ def tensors_in(output: object) -> Leaves:
         return Leaves(((_ROOT, output),))
     walk = _Walk()
     walk.visit(_ROOT, output, 0)
-    return Leaves(tuple(walk.found.items()), walk.truncated)
+    return Leaves(tuple(walk.found.items()), walk.truncated, tuple(walk.unreadable.items()))
 
 
 def gradient_path(path: str) -> str:
@@ -66,7 +70,7 @@ def gradient_path(path: str) -> str:
 class _Walk:
     """One walk through one output."""
 
-    __slots__ = ("found", "full", "inside", "num_nodes", "truncated")
+    __slots__ = ("found", "full", "inside", "num_nodes", "truncated", "unreadable")
 
     def __init__(self) -> None:
         self.found: dict[str, torch.Tensor] = {}
@@ -74,6 +78,7 @@ class _Walk:
         self.inside: set[int] = set()
         self.num_nodes = 0
         self.truncated = ""
+        self.unreadable: dict[str, Exception] = {}
 
     def visit(self, path: str, value: object, depth: int) -> None:
         """Takes a tensor, or goes through a container; anything else is left."""
@@ -83,6 +88,18 @@ class _Walk:
             else:
                 self._stop(f"more than {MAX_TENSORS} tensors in one output; the rest is not measured")
             return
+        try:
+            self._enter(path, value, depth)
+        except Exception as error:  # noqa: BLE001 - a container of the user's; what was found before it stays
+            self.unreadable[self._free(path)] = error
+            self.inside.discard(id(value))
+
+    def _enter(self, path: str, value: object, depth: int) -> None:
+        """Goes through a container.
+
+        Raises:
+            Exception: Whatever the container raises.
+        """
         children = _children(value)
         if children is None or id(value) in self.inside:
             return
@@ -98,7 +115,7 @@ class _Walk:
                 self._stop(f"more than {MAX_NODES} values in one output; the rest is not looked at")
             if self.full:
                 break
-            self.visit(f"{path}.{key}", child, depth + 1)
+            self.visit(f"{path}.{storable(key)}", child, depth + 1)
         self.inside.discard(id(value))
 
     def _stop(self, why: str) -> None:
@@ -109,7 +126,7 @@ class _Walk:
     def _free(self, path: str) -> str:
         """Returns the path, or one with a suffix where another tensor has it already."""
         candidate, ordinal = path, 2
-        while candidate in self.found:
+        while candidate in self.found or candidate in self.unreadable:
             candidate = f"{path}#{ordinal}"
             ordinal += 1
         return candidate
@@ -130,5 +147,8 @@ def _children(value: object) -> Iterator[tuple[str, object]] | None:
 
 
 def _key_text(key: object) -> str:
-    """Returns a string key as it is and any other by its repr, both of bounded length."""
-    return (key if isinstance(key, str) else repr(key))[:_MAX_KEY_CHARACTERS]
+    """Returns a string key as it is and any other by its repr, or its type's name, of bounded length."""
+    try:
+        return (key if isinstance(key, str) else repr(key))[:_MAX_KEY_CHARACTERS]
+    except Exception:  # noqa: BLE001 - a key of the user's
+        return f"<{type(key).__name__}>"

@@ -353,7 +353,7 @@ def absence_metrics(reducers: Sequence[Reducer]) -> tuple[str, ...]:
 
 def error_reason(error: BaseException) -> str:
     """Returns the reason code of an exception while a tensor was measured."""
-    return Reason.REDUCER_ERROR.with_detail(f"{type(error).__name__}: {error}")
+    return Reason.REDUCER_ERROR.with_error(error)
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

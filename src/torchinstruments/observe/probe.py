@@ -30,17 +30,20 @@ from torchinstruments.observe.counts import Counts
 from torchinstruments.observe.direct import DirectRoot, ForwardOverride, replicated
 from torchinstruments.observe.engine import is_capturing_graph, is_in_backward, tracing
 from torchinstruments.observe.faults import Faults
+from torchinstruments.observe.fused import may_be_fused
 from torchinstruments.observe.gradients import GradientTracker
 from torchinstruments.observe.hooks import RootPostHook, RootPreHook
 from torchinstruments.observe.layers import ObservedLayers
 from torchinstruments.observe.observation import Delivery, Recipe, SampleFacts
-from torchinstruments.observe.sampling import SamplingEvent, SamplingPolicy
+from torchinstruments.observe.sampling import SamplingEvent, SamplingPolicy, is_own
 from torchinstruments.observe.selection import Layer, Selector, inside_compiled
 from torchinstruments.observe.session_protocol import Companion, ScaleSource, Session
+from torchinstruments.observe.slots import RootSlot, is_slot_free
 from torchinstruments.observe.stack import num_calls
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.grad_sync import read_grad_sync
 from torchinstruments.records import AttemptRecord, Position, SampleState, ScaleProvenance
+from torchinstruments.statistics.foreign import foreign_code
 from torchinstruments.statistics.histograms import HistogramReducer
 from torchinstruments.statistics.reducers import Reducer
 
@@ -100,6 +103,7 @@ class RootProbe:
         self._layers = ObservedLayers(model, layers, selector, faults)
         self._root_layer = self._layers.root
         self._sampler = sampler
+        self._sampler_is_own = is_own(sampler)
         self._clock = clock
         self._companions = tuple(companions)
         self._selector_errors = tuple(selector_errors)
@@ -115,11 +119,13 @@ class RootProbe:
         self._replicated: frozenset[int] | None = replicated(model) if capture_direct_forwards else None
         self._bypass = Bypass(model, captures_direct_forwards=capture_direct_forwards)
         self._handles: list[RemovableHandle] = []
+        self._slot: RootSlot | None = None
         self._finalizer: weakref.finalize[..., RootProbe] | None = None
         self._calls = RunningCalls(self._give_up)
         self._traced: Counter[str] = Counter()
         self._ordinals = itertools.count()
-        self._lock = threading.Lock()
+        # A signal handler may run the model while its thread is in here.
+        self._lock = threading.RLock()
         self._num_paused = 0
         self._is_armed = False
         self._has_begun = False
@@ -145,9 +151,13 @@ class RootProbe:
                 f"attach to the module that it was scripted from"
             )
         try:
-            # First of the pre-hooks and last of the hooks: what the model returns is what is measured.
-            self._handles.append(model.register_forward_pre_hook(RootPreHook(self), prepend=True))
-            self._handles.append(model.register_forward_hook(RootPostHook(self), always_call=True))
+            if may_be_fused(model) and is_slot_free(model):
+                self._slot = RootSlot(model, self)
+                self._slot.install()
+            else:
+                # First of the pre-hooks and last of the hooks: what the model returns is what is measured.
+                self._handles.append(model.register_forward_pre_hook(RootPreHook(self), prepend=True))
+                self._handles.append(model.register_forward_hook(RootPostHook(self), always_call=True))
             if self._captures_direct_forwards:
                 self._override = ForwardOverride(model, DirectRoot(self))
                 self._override.install(clean_copies=True)
@@ -164,27 +174,41 @@ class RootProbe:
         self._report_what_is_out_of_reach(model)
         self._bypass.arm(inside_compiled(model))
 
-    def detach(self) -> None:
-        """Takes every hook out of the model; gradients that are on their way are dropped. Idempotent."""
+    def detach(self) -> list[SampledForward]:
+        """Takes every hook out of the model; gradients that are on their way are dropped. Idempotent.
+
+        Returns:
+            The samples whose forwards this cut off.
+        """
         self._is_armed = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._slot is not None:
+            self._slot.remove()
+            self._slot = None
         if self._override is not None:
             self._override.remove()
             self._override = None
         if self._finalizer is not None:
             self._finalizer.detach()
         _detach_all(self._companions, self._bypass)
-        self._calls.drop()
+        cut_off = self._calls.drop()
         self._tracker.close()
+        return cut_off
 
     def finish(self) -> None:
         """Detaches and leaves what is still to be told with the session (training thread). Idempotent."""
         if self._is_finished:
             return
         self._is_finished = True
-        self.detach()
+        for sampled in self.detach():
+            self._miss(sampled.facts())
+            self.faults.notice(
+                "forward",
+                "",
+                "the observer was removed while a sampled forward ran, which therefore counts as missed",
+            )
         if self._has_begun:
             self._put_attempts(self._clock.close(time.perf_counter()))
             if self._clock.num_dropped_steps:
@@ -196,7 +220,7 @@ class RootProbe:
     def disarm(self) -> None:
         """Makes it do nothing for ever (in a forked child, before anything else runs there)."""
         # A thread of the parent may hold the lock, and is not there to release it.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._counts.disarm()
         self._is_armed = False
         self._is_finished = True
@@ -229,20 +253,29 @@ class RootProbe:
         """
         if not self._is_armed or is_in_backward():
             return
-        if traced := tracing():
-            self._traced[traced] += 1
-            return
-        call = self._calls.current()
-        if call is not None:
-            if num_calls(module) > 1:
-                call.depth += 1
+        try:
+            if not self._is_outermost(module):
                 return
-            self._calls.abandon()
+        except Exception as error:  # noqa: BLE001 - nothing may leave a hook
+            self.faults.report("forward", "", error)
         self.raise_pending()
         try:
             self._start(module)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self.faults.report("forward", "", error)
+
+    def _is_outermost(self, module: nn.Module) -> bool:
+        """Returns whether a call of the model is a root forward (training thread, hot path)."""
+        if traced := tracing():
+            self._traced[traced] += 1
+            return False
+        call = self._calls.current()
+        if call is not None:
+            if num_calls(module) > 1:
+                call.depth += 1
+                return False
+            self._calls.abandon()
+        return True
 
     def root_ended(self, output: object) -> None:
         """Takes the end of a call, by an exception too; it never raises (training thread, hot path)."""
@@ -258,6 +291,8 @@ class RootProbe:
             call.depth -= 1
             if call.depth == 0:
                 self._calls.end()
+                if call.sampled is not None and not failed:
+                    call.sampled.returned(output)
                 self._end(call, failed=failed)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self.faults.report("forward", "", error)
@@ -298,8 +333,11 @@ class RootProbe:
             monotonic_s=time.monotonic(),
         )
         try:
-            # A sampler of the caller's own may return anything; whether that is true may raise too.
-            return True if self._sampler.should_sample(event) else False  # noqa: SIM210
+            if self._sampler_is_own:
+                return self._sampler.should_sample(event)
+            with foreign_code():
+                # It may return anything; whether that is true may raise too.
+                return True if self._sampler.should_sample(event) else False  # noqa: SIM210
         except Exception as error:  # noqa: BLE001 - the user's code
             self.faults.report("sampler", "", error)
             return False
@@ -315,6 +353,7 @@ class RootProbe:
             return
         sampled = SampledForward(
             layers=layers,
+            regions=self._layers.regions,
             tracker=self._tracker,
             faults=self.faults,
             ordinal=ordinal,
@@ -323,7 +362,7 @@ class RootProbe:
             grad_sync=call.grad_sync,
         )
         call.sampled = sampled
-        if self._root_layer is not None:
+        if self._root_layer is not None and self._handles:
             # Behind the hooks of tools that came later.
             hooks, own = module._forward_hooks, self._handles[1].id  # noqa: SLF001 - has no public order
             hooks[own] = hooks.pop(own)

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from torchinstruments.errors import ConfigurationError
+from torchinstruments.records import storable
 
 __all__ = [
     "AlwaysSampler",
@@ -21,6 +22,7 @@ __all__ = [
     "SamplingPolicy",
     "TimedSampler",
     "describe",
+    "is_own",
     "validate_sampler",
 ]
 
@@ -166,6 +168,11 @@ def validate_sampler(sampler: SamplingPolicy) -> SamplingPolicy:
     return sampler
 
 
+def is_own(sampler: SamplingPolicy) -> bool:
+    """Returns whether a sampler is one of these, and no subclass of the program's."""
+    return type(sampler) in (AlwaysSampler, EveryNForwardsSampler, EveryNStepsSampler, TimedSampler)
+
+
 def describe(sampler: SamplingPolicy) -> Mapping[str, object]:
     """Returns what ``run.json`` says of a sampler: its type and its settings, fit for strict JSON.
 
@@ -196,11 +203,14 @@ def _dataclass_settings(sampler: object) -> dict[str, object]:
 
 def _json_value(value: object) -> object:
     """Returns a plain value as it is and anything else as its text."""
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float) and math.isfinite(value):
         return value
-    return repr(value)[:_MAX_SETTING_CHARACTERS]
+    try:
+        return storable(value if isinstance(value, str) else repr(value)[:_MAX_SETTING_CHARACTERS])
+    except Exception:  # noqa: BLE001 - the user's code
+        return type(value).__name__
 
 
 def _whole_number(name: str, n: object) -> int:

@@ -24,7 +24,7 @@ from torchinstruments.observe.wrappers import (
     is_compiled_wrapper,
     wrapped_child,
 )
-from torchinstruments.records import ModuleRecord
+from torchinstruments.records import ModuleRecord, storable
 
 __all__ = ["Layer", "Selector", "inside_compiled", "leaf_modules", "select_layers"]
 
@@ -260,4 +260,4 @@ def _walk(root: nn.Module) -> Iterator[tuple[str, str, nn.Module, nn.Module]]:
 
 def _join(prefix: str, name: str) -> str:
     """Returns a dotted name."""
-    return f"{prefix}.{name}" if prefix else name
+    return f"{prefix}.{storable(name)}" if prefix else storable(name)

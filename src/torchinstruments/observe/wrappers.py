@@ -13,7 +13,7 @@ import sys
 import torch
 from torch import nn
 
-from torchinstruments.observe.bypass import CallSentry
+from torchinstruments.observe.slots import is_slot_free
 
 __all__ = ["core_of", "is_compiled_in_place", "is_compiled_wrapper", "wrapped_child"]
 
@@ -64,9 +64,4 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
 
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Returns whether ``module.compile()`` was called: its own hooks are part of the compiled code."""
-    call = getattr(module, "_compiled_call_impl", None)
-    return (
-        call is not None
-        and not isinstance(call, CallSentry)
-        and not isinstance(module, torch.jit.ScriptModule)
-    )
+    return not isinstance(module, torch.jit.ScriptModule) and not is_slot_free(module)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torchinstruments.config import RankPolicy
 from torchinstruments.errors import ConfigurationError
-from torchinstruments.records import Identity
+from torchinstruments.records import Identity, storable
 
 __all__ = ["Policy", "parse_policy"]
 
@@ -90,7 +90,7 @@ def parse_policy(value: object) -> Policy:
             raise ConfigurationError(f"rank_policy={value!r} is not known; give {_ALLOWED}") from None
     if callable(value):
         name = getattr(value, "__qualname__", None) or type(value).__qualname__
-        return Policy(f"callable:{name}", chosen_by=value)
+        return Policy(storable(f"callable:{name}"), chosen_by=value)
     if isinstance(value, Iterable) and not isinstance(value, (bytes, bytearray, Mapping)):
         return _of_ranks(value)
     raise ConfigurationError(f"rank_policy={value!r} is not possible; give {_ALLOWED}")

@@ -5,8 +5,9 @@ busy beside training slows every step. Until `Delivery.start` says which run thi
 are isolated: what one raises is counted, told to the sinks that keep errors and to the owner, and goes no
 further.
 
-A forked child has no writer thread; its copy takes nothing and does nothing. At interpreter exit whatever is
-still open is flushed for a few seconds and its manifest marked.
+A forked child has no writer thread; its copy takes nothing and does nothing. When the main thread has ended,
+whatever is still open is flushed for a few seconds; it is closed and its manifest marked then, or once the
+threads that may still train have ended. What comes after a close is counted as dropped.
 """
 
 import atexit
@@ -86,19 +87,26 @@ class Delivery:
         self._writer_s = 0.0
         self._dropped_told = Dropped()
         self._unresolved_rows = 0
+        self._unkept_rows = 0
+        self._late = Dropped()
+        self._late_lock = threading.RLock()  # a signal handler may put in the middle of a put
+        self._lost_keeper = False
         self._pending_error: Exception | None = None
         _LIVE.add(self)
 
     def put_sample(self, sample: DeferredSample) -> None:
         """Takes one delivery of a sample (training thread, hot path)."""
         if self._takes_nothing():
+            self._refuse(deliveries=1, scalars=sample.num_scalars)
             return
         if self._outbox.put_sample(sample) and self._thread is not None and self._requests.empty():
             self._requests.put(None)
 
     def put_attempts(self, attempts: Sequence[AttemptRecord]) -> None:
         """Takes the attempts of a window that closed (training thread, hot path)."""
-        if not self._takes_nothing():
+        if self._takes_nothing():
+            self._refuse(records=len(attempts))
+        else:
             self._outbox.put_records(Attempts(tuple(attempts)))
 
     def put_modules(self, modules: tuple[ModuleRecord, ...]) -> None:
@@ -115,7 +123,9 @@ class Delivery:
     @property
     def rows_dropped(self) -> int:
         """Rows of ``history`` that never reached a sink (any thread)."""
-        return self._outbox.dropped.scalars + self._unresolved_rows
+        return (
+            self._outbox.dropped.scalars + self._unresolved_rows + self._unkept_rows + self._late.scalars
+        )
 
     @property
     def writer_s(self) -> float:
@@ -177,6 +187,8 @@ class Delivery:
     def close(self, timeout_s: float, *, complete: bool = True) -> bool:
         """Hands over what waits, closes the sinks and ends the thread; further calls wait for the same end.
 
+        False where a sink that stores could not begin: what it would have stored is counted as dropped.
+
         Args:
             timeout_s: How long to wait. The thread goes on after it, as long as the process lives.
             complete: False at interpreter exit, where only what is needed is done.
@@ -201,6 +213,23 @@ class Delivery:
     def _takes_nothing(self) -> bool:
         return self._inert or self._closing
 
+    def _refuse(self, deliveries: int = 0, scalars: int = 0, records: int = 0) -> None:
+        """Counts what came after the close, and says so once (training thread)."""
+        if self._inert:
+            return  # a forked child observes nothing
+        with self._late_lock:
+            before = self._late
+            self._late = Dropped(
+                before.deliveries + deliveries, before.scalars + scalars, before.records + records
+            )
+        if before.scalars == 0 and scalars and self._on_error is not None:
+            error = RuntimeError(
+                f"a sample came after the run was closed, and its {scalars} scalars were dropped, as those of "
+                f"further ones will be; call remove_observer(model) after the last forward and backward"
+            )
+            with contextlib.suppress(Exception):
+                self._on_error("sink", error)
+
     def _work(self, run: RunRecord) -> None:
         """The writer thread, from start to end."""
         self._initialize(run)
@@ -220,8 +249,10 @@ class Delivery:
     def _initialize(self, run: RunRecord) -> None:
         """Tells the sinks of the run; one that could not even begin is left out from here on."""
         self._keepers = [sink for sink in self._sinks if isinstance(sink, TelemetrySink)]
+        wanted = len(self._keepers)
         self._sinks = [sink for sink in self._sinks if self._begin(sink, run)]
         self._keepers = [sink for sink in self._sinks if isinstance(sink, TelemetrySink)]
+        self._lost_keeper = len(self._keepers) < wanted
 
     def _begin(self, sink: Sink, run: RunRecord) -> bool:
         if (
@@ -269,11 +300,13 @@ class Delivery:
             self._unresolved_rows += deferred.num_scalars
             self._fail("reducer", "", error)
             return
+        if self._lost_keeper:
+            self._unkept_rows += deferred.num_scalars
         for sink in self._sinks:
             self._call(sink, sink.observe, sample)
 
     def _flush(self, request: _Flush) -> None:
-        durable = True
+        durable = not self._lost_keeper
         for keeper in self._keepers:
             durable &= self._call(keeper, keeper.flush)
         request.durable = durable
@@ -284,7 +317,7 @@ class Delivery:
         for sink in self._sinks:
             if not isinstance(sink, TelemetrySink):
                 self._call(sink, sink.close)
-        arrived = True
+        arrived = not self._lost_keeper
         for keeper in self._keepers:
             left_s = max(request.deadline_s - time.monotonic(), 0.0)
             arrived &= self._call(keeper, partial(keeper.finish, left_s, complete=request.complete))
@@ -314,11 +347,33 @@ class Delivery:
 _LIVE: "weakref.WeakSet[Delivery]" = weakref.WeakSet()
 
 
+def _finish_after_main() -> None:
+    """Flushes what is still open when the main thread has ended, and closes it unless others may go on.
+
+    Threads that are no daemons are waited for only after this, and one of them may train; pools count as such.
+    """
+    deadline_s = time.monotonic() + EXIT_TIMEOUT_S
+    others_go_on = any(
+        thread is not threading.main_thread()
+        and thread is not threading.current_thread()
+        and thread.is_alive()
+        and not thread.daemon
+        for thread in threading.enumerate()
+    )
+    for delivery in list(_LIVE):
+        left_s = max(deadline_s - time.monotonic(), 0.0)
+        if others_go_on:
+            delivery.flush(left_s)
+        else:
+            delivery.close(left_s, complete=False)
+
+
 def _finish_at_exit() -> None:
-    """Flushes what is still open when the interpreter ends, all of it within `EXIT_TIMEOUT_S`."""
+    """Closes what is open when all threads have ended but daemons, all of it within `EXIT_TIMEOUT_S`."""
     deadline_s = time.monotonic() + EXIT_TIMEOUT_S
     for delivery in list(_LIVE):
-        delivery.close(max(deadline_s - time.monotonic(), 0.0), complete=False)
+        if not delivery._closing:  # noqa: SLF001 - the class and its exit hook are one
+            delivery.close(max(deadline_s - time.monotonic(), 0.0), complete=False)
 
 
 def _make_inert() -> None:
@@ -327,6 +382,8 @@ def _make_inert() -> None:
         delivery._inert = True  # noqa: SLF001 - the class and its fork hook are one
 
 
-# Runs before the interpreter waits for its pools and forbids new ones; atexit's turn would come after that.
-getattr(threading, "_register_atexit", atexit.register)(_finish_at_exit)
+atexit.register(_finish_at_exit)
+# Runs before the interpreter waits for its pools and forbids new ones; atexit's turn comes after that.
+with contextlib.suppress(AttributeError, RuntimeError):  # RuntimeError: imported after the main thread's end
+    threading._register_atexit(_finish_after_main)  # type: ignore[attr-defined]  # noqa: SLF001
 os.register_at_fork(after_in_child=_make_inert)

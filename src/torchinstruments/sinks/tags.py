@@ -35,7 +35,7 @@ def checked_prefix(prefix: object) -> str:
 @lru_cache(maxsize=8192)
 def quoted(segment: str) -> str:
     """Returns a segment with everything percent-quoted but letters, digits and ``._-~``."""
-    return quote(segment, safe="")
+    return quote(segment, safe="", errors="backslashreplace")
 
 
 def tensor_tag(prefix: str, layer: str, call_index: int, tensor_path: str, backward_index: int) -> str:

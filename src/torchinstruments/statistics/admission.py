@@ -11,7 +11,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass, _disabled_torch_dispatch_impl
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from torchinstruments.records import Absent, Reason, Scope
+from torchinstruments.records import Absent, Reason, Scope, error_text
 
 __all__ = ["admit"]
 
@@ -54,7 +54,9 @@ def admit(tensor: torch.Tensor) -> tuple[torch.Tensor, Scope] | Absent:
     try:
         return _admit(tensor)
     except Exception as error:  # noqa: BLE001 - a foreign subclass may raise anything on any question
-        return _refused(Reason.UNSUPPORTED_LAYOUT, f"{_kind(tensor)} raised {type(error).__name__}: {error}")
+        return _refused(
+            Reason.UNSUPPORTED_LAYOUT, f"{_kind(tensor)} raised {type(error).__name__}: {error_text(error)}"
+        )
 
 
 def _admit(tensor: torch.Tensor) -> tuple[torch.Tensor, Scope] | Absent:
@@ -106,10 +108,23 @@ def _unmeasurable(tensor: torch.Tensor) -> Absent | None:
         return _refused(Reason.UNSUPPORTED_DTYPE, str(tensor.dtype).removeprefix("torch."))
     if tensor.is_meta:
         return Absent(Reason.META_TENSOR.value)
-    if tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:
-        # Sharding frees the memory of gathered parameters in this way; reading it would end the process.
-        return _refused(Reason.UNSUPPORTED_LAYOUT, "its memory was freed")
+    # Sharding frees the memory of gathered parameters in this way; reading it would end the process.
+    num_bytes = tensor.untyped_storage().nbytes()
+    if num_bytes < _bytes_needed(tensor):
+        missing = "its memory was freed" if num_bytes == 0 else "its memory is smaller than its shape"
+        return _refused(Reason.UNSUPPORTED_LAYOUT, missing)
     return None
+
+
+def _bytes_needed(tensor: torch.Tensor) -> int:
+    """Returns how far into its storage a strided tensor reaches, in bytes."""
+    num_entries = tensor.numel()
+    if num_entries == 0:
+        return 0
+    if not tensor.is_contiguous():
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        num_entries = 1 + reach
+    return (int(tensor.storage_offset()) + num_entries) * tensor.itemsize
 
 
 def _class(module: str, name: str) -> type | None:

@@ -6,7 +6,7 @@ at together (`SmallTensors`), at the latest by `ScalarBatch.seal`. What is on a 
 sends everything of one device in one asynchronous copy, and reading waits for it, on the writer thread.
 
 Reducers are isolated from each other: one that raises, or returns what is no scalar, costs its own values and
-says so in their place.
+says so in their place. One that is not this package's own gets a copy of the tensor to itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchinstruments.records import Absent, Reason
+from torchinstruments.records import Absent, Reason, storable
 from torchinstruments.statistics.bins import BinRule
 from torchinstruments.statistics.contract import Reducer, as_packed, known_metrics, reducer_name
 from torchinstruments.statistics.device import accumulation_dtype, pack_facts
+from torchinstruments.statistics.foreign import foreign_code, own_copy
 from torchinstruments.statistics.held import (
     Derived,
     Held,
@@ -276,7 +277,8 @@ class ScalarBatch:
     def _own_histogram(self, one: HistogramReducer, tensor: torch.Tensor) -> MeasuredHistogram:
         """Calls a histogram that computes itself."""
         try:
-            measured: object = one(tensor)
+            with foreign_code(tensor.device):
+                measured: object = one(own_copy(tensor))
         except Exception as raised:  # noqa: BLE001 - a user's code may raise anything
             error = raised
         else:
@@ -306,25 +308,31 @@ class ScalarBatch:
         """Calls one reducer.
 
         Raises:
-            Exception: Whatever the reducer raises, or what is wrong with what it returned or did.
+            Exception: Whatever the reducer raises, or what is wrong with what it returned.
         """
-        version = None if tensor.is_inference() else tensor._version  # noqa: SLF001 - its only public name
-        results: Mapping[str, object]
+        with foreign_code(tensor.device):
+            results = self._call(reducer, own_copy(tensor))
+            if not isinstance(results, Mapping):
+                raise TypeError(f"it returned {type(results).__name__}, not a mapping from names to scalars")
+            named: dict[str, object] = {}
+            for metric, result in results.items():
+                if not isinstance(metric, str) or not metric:
+                    raise TypeError(f"its metric name {metric!r} is not a text of at least one character")
+                named[storable(metric)] = result
+            if len(named) < len(results):
+                raise ValueError("two of its metric names are the same once they can be stored")
+        if not named and not known_metrics(reducer):
+            raise ValueError("it returned no metric")
+        return named
+
+    def _call(self, reducer: Reducer, tensor: torch.Tensor) -> object:
+        """Returns what one reducer returns for a tensor."""
         if tensor.device.type != "cpu" and as_packed(reducer):
             packed = reducer.pack(tensor)
             numbers = self._numbers_of(packed.scalars.device)
             waiting = Waiting(numbers, numbers.add(packed.scalars), packed.finish)
-            results = dict.fromkeys(reducer.metrics, waiting)
-        else:
-            results = reducer(tensor)
-        if version is not None and tensor._version != version:  # noqa: SLF001
-            raise RuntimeError("it changed the tensor that it was given to measure")
-        if not isinstance(results, Mapping):
-            raise TypeError(f"it returned {type(results).__name__}, not a mapping from names to scalars")
-        for metric in results:
-            if not isinstance(metric, str) or not metric:
-                raise TypeError(f"its metric name {metric!r} is not a text of at least one character")
-        return results
+            return dict.fromkeys(reducer.metrics, waiting)
+        return reducer(tensor)
 
     def _keep(self, reducer: Reducer, results: Mapping[str, object], held: dict[str, Held]) -> None:
         """Adds what a reducer returned, and what it declared and did not return."""

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias, TypeGuard
 
 import torch
 
-from torchinstruments.records import Absent
+from torchinstruments.records import Absent, storable
 
 __all__ = ["Packed", "PackedReducer", "Reducer", "Scalar", "as_packed", "known_metrics", "reducer_name"]
 
@@ -24,8 +24,9 @@ Scalar: TypeAlias = bool | int | float | torch.Tensor | Absent
 class Reducer(Protocol):
     """A callable from a tensor to named scalars.
 
-    It is given a detached plain tensor under ``no_grad``, without autocast, and must leave it, the random
-    state and every process group alone. On an accelerator it should return tensors of one element and read
+    It is given a detached plain tensor of its own, a copy, under ``no_grad`` and without autocast. Torch's
+    random state and default dtype are put back behind it; Python's and NumPy's random state, and every
+    process group, it must leave alone. On an accelerator it should return tensors of one element and read
     nothing on the host: reading makes training wait.
 
     An attribute ``metrics``, a sequence of names, is optional: the names that every call returns.
@@ -77,10 +78,10 @@ def known_metrics(reducer: Reducer) -> tuple[str, ...]:
     declared = getattr(reducer, "metrics", ())
     if isinstance(declared, str) or not isinstance(declared, Sequence):
         return ()
-    return tuple(name for name in declared if isinstance(name, str))
+    return tuple(storable(name) for name in declared if isinstance(name, str))
 
 
 def reducer_name(reducer: Reducer) -> str:
     """Returns a name for the reducer: that of the function, else of its class."""
     name = getattr(reducer, "__name__", None)
-    return name if isinstance(name, str) and name else type(reducer).__name__
+    return storable(name) if isinstance(name, str) and name else type(reducer).__name__

@@ -113,7 +113,7 @@ def finished(held: Waiting | Derived) -> Mapping[str, float | Absent] | Absent:
 
 def reducer_error(error: Exception) -> Absent:
     """Returns the reason that an exception is."""
-    return Absent(Reason.REDUCER_ERROR.with_detail(f"{type(error).__name__}: {error}"))
+    return Absent(Reason.REDUCER_ERROR.with_error(error))
 
 
 def lone_number(metric: str) -> Callable[[Sequence[float]], Mapping[str, float | Absent]]:

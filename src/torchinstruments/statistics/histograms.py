@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 
 from torchinstruments.errors import ConfigurationError
-from torchinstruments.records import Absent, Reason
+from torchinstruments.records import Absent, Reason, storable
 from torchinstruments.statistics.admission import admit
 from torchinstruments.statistics.bins import Binned, BinRule, fixed_edges
 from torchinstruments.statistics.facts import Facts
@@ -78,8 +78,8 @@ class MeasuredHistogram:
 class HistogramReducer:
     """One histogram that is taken of every tensor in focus; `histogram` makes it.
 
-    A subclass may compute a histogram of its own in ``__call__``. It is given a detached tensor and isolated
-    like a reducer, but it looks at the tensor by itself.
+    A subclass may compute a histogram of its own in ``__call__``. It is given a copy of the tensor and
+    isolated like a reducer, but it looks at the tensor by itself.
 
     Attributes:
         name: Its name, a part of its tag in TensorBoard; not blank.
@@ -103,6 +103,7 @@ class HistogramReducer:
             raise ConfigurationError(
                 f"histogram name={self.name!r} is blank or no text; give a name such as 'distribution'"
             )
+        object.__setattr__(self, "name", storable(self.name))
         for field in ("bins", "every_n_samples"):
             number = getattr(self, field)
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:

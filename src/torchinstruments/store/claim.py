@@ -37,6 +37,7 @@ from torchinstruments.store.deadlines import call_in_time
 from torchinstruments.store.documents import UnusableFileError, decode_document, decode_generation, decode_run
 from torchinstruments.store.filesystem import LocalStorage, Storage, open_storage
 from torchinstruments.store.manifest import encode_document
+from torchinstruments.store.texts import encode_json
 from torchinstruments.store.urls import (
     beside,
     is_remote,
@@ -262,7 +263,7 @@ def claim_in_child(
     if not is_remote(url) or needs_this_process(url, storage_options):
         return _claim_in_thread(url, storage_options, request, timeout_s)
     secrets = secrets_of(url, storage_options)
-    errand = pickle.dumps((url, dict(storage_options or {}), msgspec.json.encode(request), timeout_s))
+    errand = pickle.dumps((url, dict(storage_options or {}), encode_json(request), timeout_s))
     try:
         done = subprocess.run(
             child_arguments("torchinstruments.store.claim"),
@@ -399,7 +400,7 @@ def _main() -> int:
         url, storage_options, encoded, timeout_s = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the parent
         request = msgspec.json.decode(encoded, type=ClaimRequest)
         claim = claim_url(url, storage_options, request, timeout_s=timeout_s)
-        answer.write(msgspec.json.encode(claim) + b"\n")
+        answer.write(encode_json(claim) + b"\n")
     return 0
 
 

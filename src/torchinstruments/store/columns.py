@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from torchinstruments.records import AttemptRecord, Measurement, Position, Reason, Sample, SampleState
 from torchinstruments.store import schema
+from torchinstruments.store.texts import encodable_texts
 
 __all__ = [
     "Columns",
@@ -49,6 +50,8 @@ _DESCRIPTION_FIELDS = (
     "device",
     "metrics",
 )
+_TEXT_FIELDS = ("signal", "stage", "tensor_path", "layer", "mode", "scope", "replica_key", "execution")
+_TEXT_FIELDS += ("dtype", "device")
 _DESCRIPTION = attrgetter(*_DESCRIPTION_FIELDS)
 
 
@@ -270,13 +273,17 @@ class _Descriptions:
     def __init__(self, keys: Sequence[tuple[Any, ...]]) -> None:
         columns = zip(*keys, strict=True) if keys else ((),) * len(_DESCRIPTION_FIELDS)
         self._fields = dict(zip(_DESCRIPTION_FIELDS, columns, strict=True))
+        for name in _TEXT_FIELDS:
+            self._fields[name] = encodable_texts(self._fields[name])
         self._fields["shape"] = tuple("x".join(map(str, shape)) for shape in self._fields["shape"])
         sort_keys = list(zip(*(self._fields[name] for name in _SORT_FIELDS), strict=True))
         ranks = {key: rank for rank, key in enumerate(sorted(set(sort_keys)))}
         self.sort_rank = _integers([ranks[key] for key in sort_keys])
         self.call_index = _integers(self._fields["call_index"])
         self.grad_enabled = np.array(self._fields["grad_enabled"], np.bool_)
-        metrics: tuple[tuple[str, ...], ...] = self._fields["metrics"]
+        given: tuple[tuple[str, ...], ...] = self._fields["metrics"]
+        cleaned = {names: encodable_texts(names) for names in set(given)}
+        metrics = tuple(cleaned[names] for names in given)
         self.num_metrics = _integers([len(names) for names in metrics])
         self.first_metric = np.cumsum(self.num_metrics) - self.num_metrics
         orders = {names: sorted(range(len(names)), key=names.__getitem__) for names in set(metrics)}
@@ -307,7 +314,7 @@ class _Reasons:
         codes: dict[str, int] = {"": 0, Reason.NONFINITE_RESULT.value: 1}
         self.none, self.nonfinite = 0, 1
         self.codes = _integers(
-            codes.setdefault(reason, len(codes)) for pattern in patterns for reason in pattern
+            codes.setdefault(reason, len(codes)) for pattern in patterns for reason in encodable_texts(pattern)
         ).astype(np.int32)
         lengths = _integers([len(pattern) for pattern in patterns])
         self.first = np.cumsum(lengths) - lengths
@@ -358,7 +365,8 @@ def _optional(kind: pa.DataType, values: Sequence[float | None], rows: _Integers
 def _text(values: Sequence[str], rows: _Integers | _Codes) -> pa.Array:
     """Returns the texts at the given indices as a dictionary."""
     codes: dict[str, int] = {}
-    indices = np.fromiter((codes.setdefault(value, len(codes)) for value in values), np.int32, len(values))
+    texts = encodable_texts(values)
+    indices = np.fromiter((codes.setdefault(text, len(codes)) for text in texts), np.int32, len(texts))
     return _dictionary(indices[rows], list(codes))
 
 

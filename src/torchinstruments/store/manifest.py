@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from torchinstruments.records import Counters, ErrorRecord
+from torchinstruments.store.texts import encode_json
 
 __all__ = ["MAX_ERRORS", "Manifest", "TableState", "decode_manifest", "encode_document"]
 
@@ -99,7 +100,7 @@ class Manifest:
 
 def encode_document(document: object) -> bytes:
     """Returns a persisted document as strict JSON, two spaces deep, with a final newline."""
-    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
+    return msgspec.json.format(encode_json(document), indent=2) + b"\n"
 
 
 def decode_manifest(data: bytes) -> Manifest:

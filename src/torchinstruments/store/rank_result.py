@@ -9,11 +9,10 @@ objects are in memory.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 
-import msgspec
-
 from torchinstruments.records import ModuleRecord
 from torchinstruments.store.entries import entry
 from torchinstruments.store.summaries import SeriesSummaries
+from torchinstruments.store.texts import encode_json
 
 __all__ = ["encode_catalog", "encode_result"]
 
@@ -67,7 +66,7 @@ def _layer(module: ModuleRecord) -> str:
 
 
 def _array(records: Iterable[dict[str, object]]) -> bytes:
-    return b"[" + b",".join(msgspec.json.encode(record) for record in records) + b"]\n"
+    return b"[" + b",".join(encode_json(record) for record in records) + b"]\n"
 
 
 def _layer_record(

@@ -46,6 +46,7 @@ from torchinstruments.store.manifest import MAX_ERRORS, Manifest, TableState, en
 from torchinstruments.store.parts import encode_columns
 from torchinstruments.store.rank_documents import RankDocuments
 from torchinstruments.store.target import PartTarget
+from torchinstruments.store.texts import encodable, encodable_error, encodable_modules
 from torchinstruments.store.waiting import MAX_WAITING_BYTES, EncodedPart, WaitingParts
 
 __all__ = ["RankWriter"]
@@ -159,14 +160,15 @@ class RankWriter:
     def start(self, run: RunRecord, modules: Sequence[ModuleRecord]) -> None:
         """Writes all documents for the first time."""
         self._write_manifest()
-        self._modules = tuple(modules)
+        self._modules = encodable_modules(modules)
         self._write_catalog()
         self._write_for_people(partial(self._documents.at_attach, run))
 
     def set_modules(self, modules: Sequence[ModuleRecord]) -> None:
         """Takes the catalog, which is written at the next tick, at most once a minute, and at close."""
-        if tuple(modules) != self._modules:
-            self._modules = tuple(modules)
+        found = encodable_modules(modules)
+        if found != self._modules:
+            self._modules = found
             self._catalog_due_s = self._catalog_not_before_s
 
     def add_sample(self, sample: Sample) -> None:
@@ -193,6 +195,7 @@ class RankWriter:
             listed: False where it only counts, since it repeats one that was kept.
         """
         if listed:
+            error = encodable_error(error)
             stamped = error if error.at else replace(error, at=_iso(self._clock.wall_us()))
             self._errors.append(replace(stamped, message=stamped.message[:_MAX_MESSAGE_CHARACTERS]))
         self._error_counts[error.probe] += 1
@@ -442,7 +445,7 @@ class RankWriter:
 
     def _note_failure(self, error: Exception) -> None:
         """Counts a failure to store; one that repeats itself is listed once, lest it push out all others."""
-        text = str(error)[:_MAX_MESSAGE_CHARACTERS]
+        text = encodable(str(error))[:_MAX_MESSAGE_CHARACTERS]
         repeated = any(known.probe == "storage" and known.message == text for known in self._errors)
         if repeated:
             self._error_counts["storage"] += 1

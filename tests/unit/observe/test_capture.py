@@ -1,7 +1,8 @@
 """A sampled forward measures each call of each selected layer, as it is at that moment."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
+from torchinstruments.config import ErrorPolicy
 from torchinstruments.observe import capture
 from torchinstruments.observe.sampling import EveryNForwardsSampler, SamplingEvent
 from torchinstruments.records import Execution, GradSync, SampleState, Scope
@@ -444,3 +446,55 @@ def test_a_traced_model_has_no_trace_of_the_observer(session: MemorySession) -> 
     assert isinstance(traced, torch.jit.ScriptModule)
     assert str(traced.inlined_graph).count("aten::") == str(bare.inlined_graph).count("aten::")
     assert session.deliveries == []
+
+
+class NoItems(dict[str, torch.Tensor]):
+    """An output that cannot be gone through."""
+
+    @override
+    def items(self) -> Any:
+        raise ValueError("no items \udc80")
+
+
+def test_an_output_that_cannot_be_read_has_rows_that_say_so(session: MemorySession) -> None:
+    """Its siblings are measured, and the error is counted."""
+    model = nn.Sequential(Recorder(lambda x: [NoItems(), x]))
+    observe(model, session, policy=ErrorPolicy.IGNORE)
+    model(torch.ones(2))
+    assert [(m.tensor_path, m.reasons[0]) for m in session.outputs()] == [
+        ("output.0", "unreadable_output: ValueError: no items \\udc80"),
+        ("output.1", ""),
+    ]
+    assert [error.message for error in session.errors] == ["no items \\udc80"]
+
+
+def test_a_model_that_returns_a_generator_has_rows_that_say_so(session: MemorySession) -> None:
+    """Its layers run after its forward, when nothing is measured any more."""
+
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        @override
+        def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+            yield self.fc(x)
+
+    model = Lazy()
+    observe(model, session, selector=everything)
+    assert len(list(model(torch.ones(1, 2)))) == 1
+    assert [(m.layer, m.reasons[0]) for m in session.outputs()] == [
+        ("", "no_tensor_output"),
+        ("fc", "no_tensor_output: the model returned a generator, which runs after its forward"),
+    ]
+    assert [record.fired for record in session.modules] == [1, 0]
+
+
+def test_names_of_modules_that_are_not_utf8_can_be_stored(session: MemorySession) -> None:
+    """In the catalog and in every row."""
+    model = nn.Sequential()
+    model.add_module("fc\udc80", nn.Linear(2, 2))
+    observe(model, session)
+    model(torch.ones(1, 2)).sum().backward()
+    names = {record.layer for record in session.modules} | {m.layer for m in session.outputs()}
+    assert names | {m.layer for m in session.gradients()} == {"fc\\udc80"}

@@ -4,11 +4,14 @@ import logging
 import warnings
 
 import pytest
+import torch
+from torch import nn
 from typing_extensions import override
 
 from torchinstruments.config import ErrorPolicy
 from torchinstruments.observe.faults import Faults
 from torchinstruments.records import ErrorRecord
+from unit.observe.memory import MemorySession, observe
 
 
 def drop(record: ErrorRecord) -> None:
@@ -108,3 +111,25 @@ def test_a_notice_is_kept_counted_warned_of_once_and_never_raised() -> None:
         ("bypassed", "four calls were missed"),
         ("tracing", "a trace"),
     ]
+
+
+def test_messages_that_are_not_utf8_can_be_stored() -> None:
+    """Of errors and of notices."""
+    kept: list[ErrorRecord] = []
+    faults = Faults(ErrorPolicy.IGNORE, kept.append)
+    faults.report("reducer", "fc", OSError("a\udc80"))
+    faults.notice("tracing", "", "b\udc81")
+    assert [record.message for record in kept] == ["a\\udc80", "b\\udc81"]
+
+
+def test_a_warning_shows_the_line_of_the_program(session: MemorySession) -> None:
+    """Not one of this package, nor one of torch between the program and a hook."""
+
+    def fails(tensor: torch.Tensor) -> dict[str, float]:
+        raise ValueError("boom")
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    observe(model, session, reducers=[fails])
+    with pytest.warns(RuntimeWarning, match="boom") as caught:
+        exec(compile("\nmodel(x)", "train.py", "exec"), {"model": model, "x": torch.ones(1, 2)})
+    assert (caught[0].filename, caught[0].lineno) == ("train.py", 2)

@@ -1,9 +1,12 @@
 """Tensors are found in any nesting, under paths that stay the same."""
 
 from collections import OrderedDict, namedtuple
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from typing_extensions import override
 
 from torchinstruments.observe.leaves import MAX_DEPTH, MAX_TENSORS, gradient_path, tensors_in
 
@@ -103,3 +106,51 @@ def test_outputs_without_tensors_give_nothing() -> None:
         tensors_in(output).tensors == ()
         for output in (None, "text", 5, dict[str, int](), list[int](), object())
     )
+
+
+class Raises(OrderedDict[str, torch.Tensor]):
+    """A mapping whose items cannot be had."""
+
+    @override
+    def items(self) -> Any:
+        raise ValueError("no items")
+
+
+class HalfTuple(tuple[torch.Tensor, ...]):
+    """A tuple that raises after its first entry."""
+
+    __slots__ = ()
+
+    @override
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield torch.ones(1)
+        raise KeyError("gone")
+
+
+class Key:
+    """A key without a text."""
+
+    @override
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_a_container_that_raises_is_named_and_its_siblings_are_found() -> None:
+    """What was found before it raised stays."""
+    found = tensors_in([Raises(), HalfTuple((torch.ones(1),) * 2), {"a": torch.ones(1)}])
+    assert [path for path, _ in found.tensors] == ["output.1.0", "output.2.a"]
+    assert [(path, str(error)) for path, error in found.unreadable] == [
+        ("output.0", "no items"),
+        ("output.1", "'gone'"),
+    ]
+
+
+def test_a_key_without_a_text_goes_by_its_type() -> None:
+    """Its tensor is measured all the same."""
+    assert paths({Key(): torch.ones(1)}) == ["output.<Key>"]
+
+
+def test_a_key_that_is_not_utf8_can_be_stored() -> None:
+    """A lone surrogate becomes its escape, and names stay apart."""
+    x = torch.ones(1)
+    assert paths({"a\udc80": x, "a\\udc80": x}) == ["output.a\\udc80", "output.a\\udc80#2"]

@@ -16,6 +16,8 @@ from typing_extensions import override
 from torchinstruments.config import ErrorPolicy
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.observe import probe
+from torchinstruments.observe.counts import Counts
+from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.sampling import (
     AlwaysSampler,
     EveryNForwardsSampler,
@@ -233,7 +235,7 @@ def test_detaching_before_the_backward_drops_its_gradients(session: MemorySessio
 
 
 def test_detaching_inside_a_forward_leaves_no_hook(session: MemorySession) -> None:
-    """The forward that was being measured ends as usual."""
+    """The forward that was being measured ends as usual, counts as missed, and the user is told."""
     observers: list[Observer] = []
 
     def close(x: torch.Tensor) -> torch.Tensor:
@@ -242,9 +244,11 @@ def test_detaching_inside_a_forward_leaves_no_hook(session: MemorySession) -> No
 
     model = nn.Sequential(nn.Linear(2, 2), Recorder(close), nn.Linear(2, 2))
     observers.append(observe(model, session))
-    model(torch.ones(1, 2)).sum().backward()
+    with pytest.warns(RuntimeWarning, match="removed while a sampled forward ran"):
+        model(torch.ones(1, 2)).sum().backward()
     assert num_hooks(model) == 0
-    assert session.deliveries == []
+    assert [(sample.state, sample.measurements) for sample in session.samples()] == [(SampleState.MISSED, ())]
+    assert (observers[0].counters.samples, observers[0].counters.missed) == (0, 1)
 
 
 def test_a_rank_that_turns_out_not_to_observe_detaches_at_its_first_forward() -> None:
@@ -401,3 +405,64 @@ def test_collection_is_timed_and_rows_are_counted(session: MemorySession) -> Non
     assert counters.collection_s == pytest.approx(sum(s.collection_s for s in session.samples()))
     assert counters.collection_s > 0
     assert counters.rows == sum(len(m.metrics) for m in session.outputs()) == 18
+
+
+def test_giving_up_a_forward_lets_no_exception_out(
+    session: MemorySession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next forward runs, and is measured."""
+
+    def interrupt(x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            raise KeyboardInterrupt
+        return x
+
+    def fails(sampled: object) -> None:
+        raise ValueError("cannot be given up")
+
+    model = nn.Sequential(Recorder(interrupt))
+    observer = observe(model, session, policy=ErrorPolicy.IGNORE)
+    assert observer._probe is not None
+    monkeypatch.setattr(observer._probe._calls, "_end_failed", fails)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(1))
+    model(torch.zeros(1))
+    assert [error.message for error in session.errors] == ["cannot be given up"]
+    assert [sample.state for sample in session.samples()] == [SampleState.FORWARD_COMPLETE]
+
+
+def test_a_sampler_of_ones_own_may_draw_random_numbers_and_change_modes(session: MemorySession) -> None:
+    """The program goes on as without it."""
+
+    class Careless:
+        def should_sample(self, event: SamplingEvent) -> bool:
+            torch.set_default_dtype(torch.float64)
+            torch.set_grad_enabled(False)
+            return bool(torch.rand(1) < 2) and event.forward_index == 0
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    torch.manual_seed(5)
+    expected = model(torch.ones(4, 2))
+    observe(model, session, sampler=Careless())
+    torch.manual_seed(5)
+    output = model(torch.ones(4, 2))
+    assert torch.equal(output, expected)
+    assert output.requires_grad
+    assert torch.get_default_dtype() is torch.float32
+    assert len(session.deliveries) == 1
+
+
+def test_a_signal_handler_may_count_and_report_where_its_thread_does() -> None:
+    """No lock of an observer stops the thread that holds it."""
+    faults = Faults(ErrorPolicy.IGNORE, lambda _record: None)
+    counts = Counts(faults)
+    with faults._lock, counts._lock:
+        faults.report("forward", "", ValueError("x"))
+        counts.add(forwards=1)
+    assert (counts.read().forwards, counts.read().errors) == (1, {"forward": 1})
+    model = nn.Sequential(nn.Linear(2, 2))
+    attached = observe(model, MemorySession())._probe
+    assert attached is not None
+    with attached._lock, attached._bypass._lock:
+        model(torch.ones(1, 2))
+    assert attached.counters().samples == 1

@@ -1,13 +1,14 @@
 """Samplers choose forwards by what they are told, and refuse settings that cannot work."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typing_extensions import override
 
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.observe.sampling import (
@@ -17,6 +18,7 @@ from torchinstruments.observe.sampling import (
     SamplingEvent,
     TimedSampler,
     describe,
+    is_own,
     validate_sampler,
 )
 
@@ -155,3 +157,32 @@ def test_what_cannot_be_asked_is_no_sampler() -> None:
         validate_sampler(a_class)
     sampler = AlwaysSampler()
     assert validate_sampler(sampler) is sampler
+
+
+def test_settings_of_a_sampler_can_be_stored_whatever_they_are() -> None:
+    """Text that is not UTF-8 is escaped, and what has no text goes by its type."""
+
+    class NoText:
+        @override
+        def __repr__(self) -> str:
+            raise ValueError("no text")
+
+    @dataclass
+    class Mine:
+        name: str = "a\udc80"
+        thing: object = field(default_factory=NoText)
+
+        def should_sample(self, event: SamplingEvent) -> bool:
+            return event.grad_enabled
+
+    assert describe(Mine()) == {"type": "Mine", "settings": {"name": "a\\udc80", "thing": "NoText"}}
+
+
+def test_a_subclass_of_a_sampler_is_the_programs_own() -> None:
+    """What it does besides is not known."""
+
+    class Mine(AlwaysSampler):
+        pass
+
+    assert is_own(AlwaysSampler())
+    assert not is_own(Mine())

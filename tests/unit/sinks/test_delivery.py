@@ -497,3 +497,90 @@ def test_sinks_that_ask_learn_which_rank_they_serve() -> None:
     assert plain.seen == [("initialize", "run-1", 0), ("close",)]
     assert failing.seen == []
     assert str(delivery.pending_error()) == "broken place"
+
+
+@dataclass
+class UnstartableSink(KeepingSink):
+    """A sink that stores, and cannot begin."""
+
+    @override
+    def initialize(self, run: RunRecord, modules: Sequence[ModuleRecord]) -> None:
+        """Refuses."""
+        raise OSError("no folder")
+
+
+def test_rows_of_a_sink_that_stores_and_could_not_begin_are_dropped_and_the_close_says_so() -> None:
+    """Nothing of the run is anywhere; that must not look like a success."""
+    plain = PlainSink()
+    delivery = Delivery()
+    delivery.start(run_record(), [UnstartableSink(), plain])
+    delivery.put_sample(Deferred(0, num_scalars=7))
+
+    assert not delivery.flush(WAIT_S)
+    assert not delivery.close(WAIT_S)
+    assert delivery.rows_dropped == 7
+    assert plain.ordinals() == [0]
+
+
+def test_what_comes_after_the_close_is_counted_and_told_once() -> None:
+    """A training that goes on after remove_observer learns that nothing of it is kept."""
+    told: list[str] = []
+    delivery = Delivery(lambda probe, error: told.append(f"{probe}: {error}"))
+    delivery.start(run_record(), [KeepingSink()])
+    assert delivery.close(WAIT_S)
+
+    for ordinal in range(3):
+        delivery.put_sample(Deferred(ordinal, num_scalars=7))
+    delivery.put_attempts([attempt(0)])
+
+    assert delivery.rows_dropped == 21
+    assert told == [
+        "sink: a sample came after the run was closed, and its 7 scalars were dropped, as those of further "
+        "ones will be; call remove_observer(model) after the last forward and backward"
+    ]
+
+
+THREAD_SCRIPT = """
+    import threading, time
+    from unit.sinks.test_delivery import Deferred, KeepingSink
+    from unit.store.material import run_record
+    from torchinstruments.sinks.delivery import Delivery
+
+    class Printing(KeepingSink):
+        def finish(self, timeout_s, *, complete):
+            print(self.ordinals(), complete, flush=True)
+            return True
+
+    delivery = Delivery()
+    delivery.start(run_record(), [Printing()])
+
+    def train():
+        delivery.put_sample(Deferred(0))
+        time.sleep(2.0)  # the main thread ends at once
+        delivery.put_sample(Deferred(1))
+        {ending}
+        if delivery.rows_dropped:
+            print("dropped", delivery.rows_dropped)
+
+    {start}
+"""
+IN_A_THREAD = "threading.Thread(target=train).start()"
+IN_A_POOL = "from concurrent.futures import ThreadPoolExecutor; ThreadPoolExecutor(1).submit(train)"
+
+
+@pytest.mark.parametrize("start", [IN_A_THREAD, IN_A_POOL], ids=["thread", "pool"])
+@pytest.mark.parametrize("ending", ["pass", "delivery.close(30)"], ids=["never closed", "closed"])
+def test_a_thread_that_trains_after_the_main_threads_end_loses_nothing(start: str, ending: str) -> None:
+    """The interpreter waits for such a thread, and so does the delivery."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(THREAD_SCRIPT.format(ending=ending, start=start))],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        timeout=60,
+        check=False,
+    )
+
+    assert (result.stdout, result.stderr) == (f"[0, 1] {ending != 'pass'}\n", "")

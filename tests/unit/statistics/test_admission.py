@@ -91,6 +91,9 @@ def refused() -> dict[str, tuple[torch.Tensor, str]]:
         fake = torch.ones(2)
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
+    shrunk = torch.ones(1000)
+    strided, beyond = shrunk[::2], shrunk[100:]
+    shrunk.untyped_storage().resize_(400)
     return {
         "complex": (torch.zeros(2, dtype=torch.complex64), "unsupported_dtype: complex64"),
         "quantized": (
@@ -102,11 +105,28 @@ def refused() -> dict[str, tuple[torch.Tensor, str]]:
         "meta": (torch.empty(2, device="meta"), "meta_tensor"),
         "fake": (fake, "unsupported_layout: FakeTensor"),
         "freed": (freed, "unsupported_layout: its memory was freed"),
+        "shrunk": (shrunk, "unsupported_layout: its memory is smaller than its shape"),
+        "strided": (strided, "unsupported_layout: its memory is smaller than its shape"),
+        "beyond": (beyond, "unsupported_layout: its memory is smaller than its shape"),
     }
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize("name", ["complex", "quantized", "bits", "sparse", "meta", "fake", "freed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "complex",
+        "quantized",
+        "bits",
+        "sparse",
+        "meta",
+        "fake",
+        "freed",
+        "shrunk",
+        "strided",
+        "beyond",
+    ],
+)
 def test_what_cannot_be_measured_says_why(name: str) -> None:
     """Each kind has its reason code, with the detail that tells it apart."""
     tensor, reason = refused()[name]
@@ -190,3 +210,11 @@ def test_a_shard_whose_collective_is_under_way_is_not_waited_for(mesh: DeviceMes
     assert admit(DTensor.from_local(result, mesh, [Shard(0)], run_check=False)) == Absent("async_collective")
     assert not result.completed
     result.wait()
+
+
+def test_what_lies_within_a_shrunk_memory_is_admitted() -> None:
+    """So are an empty tensor and one that repeats an entry, which need little memory or none."""
+    shrunk = torch.ones(1000)
+    within = [shrunk[:100], shrunk[:99:2], shrunk[99:100].expand(5000), shrunk[500:500]]
+    shrunk.untyped_storage().resize_(400)
+    assert [admitted_as(tensor)[0].numel() for tensor in within] == [100, 50, 5000, 0]

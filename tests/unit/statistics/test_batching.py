@@ -14,7 +14,12 @@ from torchinstruments.records import Absent
 from torchinstruments.statistics import batching
 from torchinstruments.statistics.batching import MeasuredScalars, ScalarBatch
 from torchinstruments.statistics.contract import Reducer, Scalar
-from torchinstruments.statistics.histograms import HistogramReducer, MeasuredHistogram, histogram
+from torchinstruments.statistics.histograms import (
+    HistogramReducer,
+    MeasuredHistogram,
+    absent_histogram,
+    histogram,
+)
 from torchinstruments.statistics.isolation import isolated
 from torchinstruments.statistics.profile import PROFILE_METRICS, ExactProfile
 from torchinstruments.statistics.reducers import default_reducers, max_abs, mean, rms
@@ -182,20 +187,101 @@ def test_a_declared_metric_that_is_not_returned_says_so() -> None:
     assert len(errors) == 1
 
 
-def test_a_reducer_that_changes_its_tensor_is_reported() -> None:
-    """Numbers of a tensor that its reducer wrote to are not kept."""
+def test_what_a_reducer_does_to_its_tensor_stays_with_it() -> None:
+    """Not even what autograd cannot notice reaches the model's tensor, another reducer or a histogram."""
 
-    def doubles(tensor: torch.Tensor) -> Mapping[str, Scalar]:
-        return {"x": tensor.mul_(2).sum()}
+    class Vandal:
+        def __init__(self, name: str) -> None:
+            self.name = name
 
-    measured, _ = measure(doubles)
-    assert measured.reasons == (
-        "reducer_error: RuntimeError: it changed the tensor that it was given to measure",
-    )
+        def __call__(self, tensor: torch.Tensor) -> Mapping[str, Scalar]:
+            before = tensor.sum()
+            tensor.numpy()[...] = 7
+            tensor.resize_(0)
+            return {self.name: before}
+
+    class OwnHistogram(HistogramReducer):
+        @override
+        def __call__(self, tensor: torch.Tensor, /) -> MeasuredHistogram:
+            tensor.numpy()[...] = 7
+            return absent_histogram(self.name, "empty")
+
+    whole = torch.ones(4, 3)
+    tensor = whole[1:].t()
+    batch = ScalarBatch([Vandal("a"), Vandal("b"), ExactProfile()], Errors(), histograms=[OwnHistogram()])
+    batch.add(tensor, histograms=True)
+    batch.seal()
+    values = by_name(batch.read(0))
+    assert (values["a"], values["b"], values["mean"]) == (9.0, 9.0, 1.0)
+    assert torch.equal(whole, torch.ones(4, 3))
+
+
+def test_the_own_reducers_are_given_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default pays for nothing that it does not need."""
+
+    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("copied")
+
+    monkeypatch.setattr(batching, "own_copy", refuse)
+    _, errors = measure(ExactProfile(), rms(), max_abs())
+    assert errors == []
+
+
+def test_a_reducer_may_draw_random_numbers_and_change_modes() -> None:
+    """The program draws the same afterwards, and its modes are as before."""
+
+    def careless(tensor: torch.Tensor) -> Mapping[str, Scalar]:
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(True)
+        torch.manual_seed(1)
+        return {"x": torch.randn(1)}
+
+    torch.manual_seed(0)
+    expected = torch.randn(3)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        _, errors = measure(careless)
+        assert not torch.is_grad_enabled()
+    assert errors == []
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.equal(torch.randn(3), expected)
+
+
+def test_a_reducer_that_returns_nothing_has_a_row_that_says_so() -> None:
+    """Under its name, where it declared none."""
+    measured, errors = measure(returning({}))
+    assert by_name(measured) == {"reducer": "reducer_error: ValueError: it returned no metric"}
+    assert len(errors) == 1
+
+
+def test_names_and_messages_that_are_not_utf8_can_be_stored() -> None:
+    """A lone surrogate becomes its escape; a message that cannot be read costs no row."""
+
+    class UnreadableError(Exception):
+        @override
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    def raises(tensor: torch.Tensor) -> Mapping[str, Scalar]:
+        raise ValueError("bad \udc80")
+
+    def unreadable(tensor: torch.Tensor) -> Mapping[str, Scalar]:
+        raise UnreadableError
+
+    raises.__name__ = "r\udc81"
+    measured, _ = measure(returning({"m\udc80": 1.0}), raises, unreadable)
+    assert by_name(measured) == {
+        "m\\udc80": 1.0,
+        "r\\udc81": "reducer_error: ValueError: bad \\udc80",
+        "unreadable": "reducer_error: UnreadableError: (its message could not be read)",
+    }
+    measured, _ = measure(returning({"m\udc80": 1.0, "m\\udc80": 2.0}))
+    assert measured.reasons[0].startswith("reducer_error: ValueError: two of its metric names")
+    assert histogram(name="h\udc80").name == "h\\udc80"
 
 
 def test_inference_tensors_are_taken() -> None:
-    """They have no version to compare, and are measured all the same."""
+    """They are measured like any other."""
     with torch.inference_mode():
         measured, errors = measure(ExactProfile(), tensor=torch.ones(3))
     assert by_name(measured)["mean"] == 1.0

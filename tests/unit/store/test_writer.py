@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -732,3 +733,53 @@ def test_the_error_of_a_full_disk_is_the_systems_own() -> None:
     rig.writer.flush()
 
     assert f"[Errno {errno.ENOSPC}]" in rig.reported[0][1]
+
+
+LATIN = "caf\udce9"
+ESCAPED = "caf\\udce9"
+
+
+def test_a_lone_surrogate_anywhere_in_text_costs_nothing() -> None:
+    """As a layer's name, a tensor's path, a metric's name, a reason, a device or an error's message."""
+    rig = Rig()
+    odd = replace(
+        measurement(metrics=(LATIN, "mean", "std"), values=(None, 1.0, 2.0), reasons=(LATIN, "", "")),
+        layer=LATIN,
+        tensor_path=f"output.{LATIN}",
+        device=LATIN,
+    )
+    layers = (replace(module(0), layer=LATIN, aliases=(LATIN,)), module(1))
+    run = replace(run_record(), sampling={"type": LATIN, "settings": {LATIN: [LATIN]}})
+
+    rig.writer.start(run, layers)
+    rig.writer.add_sample(forward(0, measurement(1), odd, settled=True))
+    rig.writer.add_error(ErrorRecord("reducer", LATIN, "ValueError", f"no {LATIN}"))
+    assert rig.writer.close(10.0)
+
+    rows = rig.rows("history")
+    assert len(rows) == 6
+    [row] = [row for row in rows if row["metric"] == ESCAPED]
+    assert (row["layer"], row["tensor_path"], row["device"]) == (ESCAPED, f"output.{ESCAPED}", ESCAPED)
+    assert row["unavailable_reason"] == ESCAPED
+    manifest = rig.manifest()
+    assert (manifest.status, manifest.errors[0].message) == ("closed", f"no {ESCAPED}")
+    assert manifest.counters.rows_dropped == 0
+    [odd_layer, _] = decode_catalog(rig.target.last("modules-")).modules
+    assert (odd_layer.layer, odd_layer.aliases) == (ESCAPED, (ESCAPED,))
+    result = json.loads(rig.target.last("result.json"))
+    assert [(layer["layer"], bool(layer["tensors"])) for layer in result] == [
+        (ESCAPED, True),
+        ("layer98", True),
+    ]
+
+
+def test_an_error_to_store_with_a_lone_surrogate_does_not_stop_the_manifest() -> None:
+    """A path of another encoding in the message of a full disk."""
+    rig = Rig()
+    rig.writer.start(run_record(), ())
+    rig.target.refusal = OSError(errno.ENOSPC, f"No space left on {LATIN}")
+    rig.pass_time(100)
+    rig.target.refusal = None
+    rig.pass_time(100)
+
+    assert ESCAPED in rig.manifest().errors[0].message

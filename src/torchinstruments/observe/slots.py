@@ -1,0 +1,262 @@
+"""Calls of a module that are seen without a hook.
+
+The slot that ``Module.compile()`` uses for what a call of a module runs is empty in a module that is not
+compiled. What is put there runs around the whole call, the module's hooks included, and nothing that asks a
+module for its hooks finds it. It costs a dictionary entry, changes nothing of the call, and is left behind by
+copies and pickles.
+"""
+
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from torchinstruments.observe.stack import count_as_call
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from torchinstruments.observe.fused import FusedRegion
+    from torchinstruments.observe.selection import Layer
+
+__all__ = ["CallSlot", "LayerSlot", "RegionSlot", "RootSlot", "is_slot_free"]
+
+_SLOT = "_compiled_call_impl"
+_WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__  # noqa: SLF001 - what ``Module.__call__`` is
+
+
+class _RootObserver(Protocol):
+    """Who sees the calls of the attached model."""
+
+    def root_started(self, module: nn.Module) -> None:
+        """Takes the begin of a call (training thread, hot path)."""
+        ...
+
+    def root_ended(self, output: object) -> None:
+        """Takes the end of a call (training thread, hot path)."""
+        ...
+
+
+class _LayerObserver(Protocol):
+    """Who measures the outputs of layers during one forward."""
+
+    def observe(self, layer: "Layer", output: object) -> None:
+        """Takes an output; it never raises (training thread, hot path)."""
+        ...
+
+    def num_calls(self, region: "FusedRegion") -> int:
+        """Returns how many calls were seen inside a region so far (training thread, hot path)."""
+        ...
+
+    def region_ended(self, region: "FusedRegion", num_calls_before: int) -> None:
+        """Takes the end of a region's call; it never raises (training thread, hot path)."""
+        ...
+
+
+class CallSlot:
+    """Stands in the slot of one module and runs its calls as they would run.
+
+    Several may stand over each other, in any order of leaving.
+
+    Args:
+        module: Held weakly.
+    """
+
+    __slots__ = ("_module", "_previous", "is_removed")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._previous: CallSlot | None = None
+        self.is_removed = True
+        """Whether it does nothing now."""
+
+    def install(self) -> bool:
+        """Puts it into the module; returns whether there was room (training thread)."""
+        module = self._module()
+        if module is None or not is_slot_free(module):
+            return False
+        self._previous = module.__dict__.get(_SLOT)
+        self.is_removed = False
+        module.__dict__[_SLOT] = self
+        return True
+
+    def remove(self) -> None:
+        """Puts back what was there, unless something was put over it. Idempotent (any thread)."""
+        self.is_removed = True
+        module = self._module()
+        if module is None or module.__dict__.get(_SLOT) is not self:
+            return
+        previous = self._below()
+        if previous is None:
+            del module.__dict__[_SLOT]
+        else:
+            module.__dict__[_SLOT] = previous
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the call (training thread, hot path)."""
+        module = self._module()
+        assert module is not None, "whoever calls a module holds it"
+        if torch.compiler.is_compiling():
+            return module._call_impl(*args, **kwargs)  # noqa: SLF001 - what an empty slot runs
+        caller: FrameType | None = sys._getframe(1)  # noqa: SLF001 - nothing else tells
+        if caller is not None and caller.f_code is _WRAPPED_CALL:
+            # A replica or a shallow copy of the module has the same entry.
+            module = caller.f_locals.get("self", module)
+            caller = caller.f_back
+        return self.run(module, caller, args, kwargs)
+
+    def run(
+        self, module: nn.Module, caller: "FrameType | None", args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Runs the call of a module (training thread, hot path).
+
+        Args:
+            module: What is called.
+            caller: The frame that made the call.
+            args: Of the call.
+            kwargs: Of the call.
+        """
+        return self._run_below(module, caller, args, kwargs)
+
+    def _run_below(
+        self, module: nn.Module, caller: "FrameType | None", args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Runs what would run without this."""
+        below = self._below()
+        if below is not None:
+            return below.run(module, caller, args, kwargs)
+        return module._call_impl(*args, **kwargs)  # noqa: SLF001 - what an empty slot runs
+
+    def _below(self) -> "CallSlot | None":
+        """Returns what stands below it and was not removed."""
+        below = self._previous
+        while below is not None and below.is_removed:
+            below = below._previous  # noqa: SLF001 - of the same class
+        return below
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+class RootSlot(CallSlot):
+    """Sees the calls of an attached model that must not have hooks, for as long as it is observed.
+
+    Args:
+        module: The model.
+        observer: Told of its calls.
+    """
+
+    __slots__ = ("_observer",)
+
+    def __init__(self, module: nn.Module, observer: _RootObserver) -> None:
+        super().__init__(module)
+        self._observer = observer
+
+    @override
+    def run(
+        self, module: nn.Module, caller: "FrameType | None", args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Runs a call of the model (training thread, hot path)."""
+        self._observer.root_started(module)
+        try:
+            output = self._run_below(module, caller, args, kwargs)
+        except BaseException:
+            self._observer.root_ended(None)
+            raise
+        self._observer.root_ended(output)
+        return output
+
+
+class _SampledSlot(CallSlot):
+    """A slot of one sampled forward of one thread.
+
+    Args:
+        module: Whose calls it sees.
+        forward: Takes what is seen.
+        thread: Whose forward it is.
+    """
+
+    __slots__ = ("_forward", "_thread")
+
+    def __init__(self, module: nn.Module, forward: _LayerObserver, thread: int) -> None:
+        super().__init__(module)
+        self._forward = forward
+        self._thread = thread
+
+    def _sees(self) -> bool:
+        """Returns whether a call of the current thread is part of the forward."""
+        return threading.get_ident() == self._thread and not self.is_removed
+
+
+class LayerSlot(_SampledSlot):
+    """Has the output of a layer measured.
+
+    Args:
+        module: The layer's, where its output is taken.
+        forward: Takes the output.
+        thread: Whose forward it is.
+        layer: Whose output it is.
+    """
+
+    __slots__ = ("_layer",)
+
+    def __init__(self, module: nn.Module, forward: _LayerObserver, thread: int, layer: "Layer") -> None:
+        super().__init__(module, forward, thread)
+        self._layer = layer
+
+    @override
+    def run(
+        self, module: nn.Module, caller: "FrameType | None", args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Runs a call of the layer (training thread, hot path)."""
+        output = self._run_below(module, caller, args, kwargs)
+        if self._sees():
+            self._forward.observe(self._layer, output)
+        return output
+
+
+class RegionSlot(_SampledSlot):
+    """Notices whether a call of a module ran the modules inside it, or one fused operation in their place.
+
+    Args:
+        region: The module, and the layers inside and at it.
+        forward: Told of it.
+        thread: Whose forward it is.
+    """
+
+    __slots__ = ("_region",)
+
+    def __init__(self, region: "FusedRegion", forward: _LayerObserver, thread: int) -> None:
+        super().__init__(region.module, forward, thread)
+        self._region = region
+
+    @override
+    def run(
+        self, module: nn.Module, caller: "FrameType | None", args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Runs a call of the module (training thread, hot path)."""
+        num_calls = self._forward.num_calls(self._region) if self._sees() else 0
+        output = self._run_below(module, caller, args, kwargs)
+        if self._sees():
+            self._forward.region_ended(self._region, num_calls)
+            if self._region.own is not None:
+                self._forward.observe(self._region.own, output)
+        return output
+
+
+def is_slot_free(module: nn.Module) -> bool:
+    """Returns whether ``Module.compile()`` has no use for the module's slot."""
+    found = module.__dict__.get(_SLOT)
+    return found is None or isinstance(found, CallSlot)
+
+
+# Its frame has the module in a local variable of that name, as those of ``Module.__call__`` have.
+count_as_call(RootSlot.run.__code__)
