@@ -259,6 +259,15 @@ def whole_rank(run: RunFolder, rank: int, num_samples: int = 4) -> None:
     run.samples(rank, [{"sample_id": one} for one in range(num_samples)], process)
 
 
+def counted(run: RunFolder, rank: int, *, history_parts: int = 2, history_rows: int = 4) -> None:
+    """Rewrites the manifest of a rank of `whole_run` for what a test added to its history."""
+    tables = {
+        "history": TableState(next_part=history_parts, rows=history_rows),
+        "samples": TableState(next_part=1, rows=4),
+    }
+    run.manifest(rank, process_of(rank), tables=tables, last_sample_id=3)
+
+
 def process_of(rank: int) -> str:
     """The process that holds a rank in `whole_run`."""
     return f"{rank + 10:08x}"

@@ -1,7 +1,9 @@
 """What a merge says was expected and was there, and what it sets aside."""
 
+import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +12,13 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from merge.run_folder import RunFolder, process_of, whole_rank, whole_run
-from torchinstruments.errors import ConfigurationError, RunFormatError
+from merge.run_folder import RunFolder, counted, process_of, whole_rank, whole_run
+from torchinstruments.errors import ConfigurationError, RunFormatError, StorageError
 from torchinstruments.merge.engine import merge_run
 from torchinstruments.records import Counters, Member, ModuleRecord
+from torchinstruments.store.local import LocalStorage
 from torchinstruments.store.manifest import TableState
+from torchinstruments.store.run import open_run
 
 
 def coverage_of(run: RunFolder, **arguments: Any) -> dict[str, Any]:
@@ -92,6 +96,7 @@ def damaged(data: bytes) -> bytes:
 def test_a_bad_part_is_set_aside(tmp_path: Path, spoil: Callable[[bytes], bytes], reason: str) -> None:
     """A bad part is named with its reason, leaves no trace in the numbers, and the rest is merged."""
     run = whole_run(tmp_path / "run")
+    counted(run, 1)
     part = run.history(
         1, [{"sample_id": i, "value": -1e9, "layer": f"bad{i}"} for i in range(10, 400)], process_of(1), 1
     )
@@ -113,6 +118,7 @@ def test_a_part_that_breaks_in_its_middle_counts_not_at_all(
     """A part whose last pages are damaged leaves no trace of its sound first row groups either."""
     monkeypatch.setattr("torchinstruments.merge.reading._BATCH_ROWS", 1000)
     run = whole_run(tmp_path / "run")
+    counted(run, 1)
     part = run.history(1, [{"sample_id": i, "value": float(i)} for i in range(10, 90_010)], process_of(1), 1)
     data = part.read_bytes()
     with pq.ParquetFile(part) as file:
@@ -142,6 +148,7 @@ def test_a_rank_that_did_not_come_back_is_missing_from_its_generation(tmp_path: 
 def test_an_unknown_schema_version_of_a_part_is_set_aside(tmp_path: Path) -> None:
     """A part of a later schema is set aside by its version."""
     run = whole_run(tmp_path / "run")
+    counted(run, 0)
     run.history(0, [{"sample_id": 9, "value": 1.0}], process_of(0), 1, schema_version=99)
     [one] = coverage_of(run)["quarantined"]
     assert one["reason"] == "unknown_schema_version: 99"
@@ -183,6 +190,7 @@ def test_a_file_that_is_no_part_is_named(tmp_path: Path) -> None:
 def test_rows_that_disagree_are_reported_and_kept(tmp_path: Path) -> None:
     """Rows that tell another rank than their folder are reported with their number, and merged."""
     run = whole_run(tmp_path / "run")
+    counted(run, 1, history_rows=6)
     rows = [{"sample_id": 9, "value": 9.0, "rank": 5}, {"sample_id": 10, "value": 10.0}]
     path = run.history(1, rows, process_of(1), 1)
     merged = merge_run(run.url)
@@ -203,6 +211,7 @@ def test_rows_that_disagree_are_reported_and_kept(tmp_path: Path) -> None:
 def test_rows_of_another_generation_than_the_manifest_are_reported(tmp_path: Path) -> None:
     """Rows that tell another generation than the manifest of their process are reported."""
     run = whole_run(tmp_path / "run")
+    counted(run, 0, history_rows=5)
     run.history(0, [{"sample_id": 9, "value": 9.0}], process_of(0), 1, generation=4)
     [one] = coverage_of(run)["disagreements"]
     assert (one["column"], one["found"], one["expected"], one["rows"]) == ("generation", "4", "0", 1)
@@ -457,3 +466,149 @@ def test_result_is_strict_json_in_a_fixed_order(tmp_path: Path) -> None:
     written = json.loads(text, parse_constant=refuse)
     assert written == merged.result
     assert list(written) == ["schema_version", "run", "coverage", "generations", "ranks", "layers"]
+
+
+def test_a_part_that_its_closed_process_never_counted_is_set_aside(tmp_path: Path) -> None:
+    """As a copy under the next number, whose rows would else count twice."""
+    run = whole_run(tmp_path / "run")
+    part = run.root / "rank-001" / "history.parts" / f"part-{process_of(1)}-000000.parquet"
+    part.with_name(f"part-{process_of(1)}-000001.parquet").write_bytes(part.read_bytes())
+    merged = merge_run(run.url)
+    coverage: Any = merged.result["coverage"]
+    assert not merged.complete
+    assert coverage["quarantined"] == [
+        {
+            "file": f"rank-001/history.parts/part-{process_of(1)}-000001.parquet",
+            "reason": "beyond_manifest",
+        }
+    ]
+    assert merged.summary()["observations"].to_list() == [4, 4]
+
+
+@pytest.mark.parametrize("changes", [{"status": "running"}, {"rows_in_spool": 1}])
+def test_a_part_that_a_process_may_not_have_counted_yet_is_read(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """While it runs, and while rows of it still lie in a spool."""
+    run = whole_run(tmp_path / "run")
+    spooled = changes.pop("rows_in_spool", 0)
+    states = {name: TableState(1, rows=4, rows_in_spool=spooled) for name in ("history", "samples")}
+    run.manifest(1, process_of(1), tables=states, **changes)
+    run.history(1, [{"sample_id": 9, "value": 1.0}], process_of(1), 1)
+    merged = merge_run(run.url)
+    coverage: Any = merged.result["coverage"]
+    assert coverage["quarantined"] == coverage["disagreements"] == []
+    assert merged.summary()["observations"].to_list() == [4, 5]
+
+
+def test_rows_beyond_what_a_closed_process_counted_make_a_run_incomplete(tmp_path: Path) -> None:
+    """As where a part was replaced by a longer one."""
+    run = whole_run(tmp_path / "run")
+    run.history(1, [{"sample_id": one, "value": 1.0} for one in range(6)], process_of(1), 0)
+    merged = merge_run(run.url)
+    coverage: Any = merged.result["coverage"]
+    assert not merged.complete
+    assert coverage["disagreements"] == [
+        {
+            "file": f"rank-001/process-{process_of(1)}.json",
+            "column": "rows of history",
+            "found": "6",
+            "expected": "4",
+            "rows": 2,
+        }
+    ]
+
+
+def test_samples_that_only_history_knows_are_counted_and_aligned(tmp_path: Path) -> None:
+    """After a kill between the two tables."""
+    run = whole_run(tmp_path / "run")
+    rows = [
+        {"sample_id": one, "value": 1.0, "attempt": one, "forward_index": one, "metric": metric}
+        for one in range(6)
+        for metric in ("mean", "std")
+    ]
+    run.manifest(1, process_of(1), status="running")
+    run.history(1, rows, process_of(1), 0)
+    run.samples(1, [{"sample_id": 0}, {"sample_id": 1}], process_of(1), 0)
+    result: Any = merge_run(run.url).result
+    assert [(one["samples"], one["last_sample_id"]) for one in result["ranks"]] == [(4, 3), (6, 5)]
+    alignment = result["coverage"]["alignment"]
+    assert (alignment["samples"], alignment["samples_common_to_all_ranks"]) == (6, 4)
+
+
+@pytest.mark.parametrize("rank", ["3000000000", "12345678901234567890"])
+def test_a_folder_of_a_rank_that_cannot_be_is_set_aside(tmp_path: Path, rank: str) -> None:
+    """Its number does not fit the column of ranks."""
+    run = whole_run(tmp_path / "run")
+    shutil.copytree(run.root / "rank-001", run.root / f"rank-{rank}")
+    merged = merge_run(run.url)
+    coverage: Any = merged.result["coverage"]
+    assert not merged.complete
+    assert coverage["present_ranks"] == [0, 1]
+    assert coverage["quarantined"] == [
+        {"file": f"rank-{rank}", "reason": "misplaced: there is no rank above 2147483647"}
+    ]
+
+
+def test_a_manifest_of_a_rank_that_cannot_be_is_set_aside(tmp_path: Path) -> None:
+    """In a world of one its folder does not tell the rank."""
+    run = whole_run(tmp_path / "run", world_size=1)
+    run.manifest(3_000_000_000, process_of(0))
+    [one] = coverage_of(run)["quarantined"]
+    assert one["reason"] == "schema_mismatch: its rank is 3000000000"
+
+
+def test_a_run_of_no_ranks_is_refused(tmp_path: Path) -> None:
+    """No program writes such a record."""
+    run = whole_run(tmp_path / "run")
+    record = json.loads((run.root / "run.json").read_bytes()) | {"world_size": 0}
+    run.write("run.json", json.dumps(record).encode())
+    with pytest.raises(RunFormatError, match=r"run\.json in .* cannot be read .*world_size is 0"):
+        merge_run(run.url)
+
+
+def test_a_full_disk_is_told_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result may lie elsewhere."""
+    run = whole_run(tmp_path / "run")
+
+    def full(self: LocalStorage, path: str, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LocalStorage, "replace", full)
+    with pytest.raises(StorageError, match=r"written to .*/run/merged \(No space left.*--output"):
+        merge_run(run.url)
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_folder_and_a_dangling_link_among_parts_are_named(tmp_path: Path, is_empty: bool) -> None:
+    """Something was to be there."""
+    run = whole_run(tmp_path / "run")
+    parts = run.root / "rank-001" / "history.parts"
+    folder = parts / f"part-{process_of(2)}-000000.parquet"
+    folder.mkdir()
+    if not is_empty:
+        (folder / "inside").write_bytes(b"x")
+    (parts / f"part-{process_of(2)}-000001.parquet").symlink_to(tmp_path / "nowhere")
+    (parts / "loop").symlink_to(parts / "loop")
+    merged = merge_run(run.url)
+    coverage: Any = merged.result["coverage"]
+    assert not merged.complete
+    assert coverage["quarantined"] == [
+        {"file": "rank-001/history.parts/loop", "reason": "unexpected_name"},
+        {"file": str(folder.relative_to(run.root)), "reason": "unexpected_name"},
+        {
+            "file": f"rank-001/history.parts/part-{process_of(2)}-000001.parquet",
+            "reason": "unreadable: it is gone",
+        },
+    ]
+
+
+@pytest.mark.parametrize("url", [None, 3, ["a"], "a\0b", "caf\udce9"])
+def test_what_is_no_address_is_refused(url: Any) -> None:
+    """With a sentence, whatever it is."""
+    with pytest.raises(ConfigurationError, match="the address of the run"):
+        merge_run(url)
+    with pytest.raises(ConfigurationError, match="the address of the run"):
+        open_run(url)
+    with pytest.raises(ConfigurationError, match="the address of the run"):
+        merge_run("run", output=["a"] if url is None else url)  # pyrefly: ignore[bad-argument-type]

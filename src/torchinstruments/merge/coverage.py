@@ -87,6 +87,7 @@ class CoverageFold:
         quarantined = self._quarantined()
         documents = sum(one.reason == _FOREIGN for one in self.plan.inventory.set_aside)
         missing_parts = self._missing_parts()
+        surplus = self._rows_beyond_manifests()
         dropped = sum(rows_dropped(view.manifest) for view in self._views if view.manifest is not None)
         spooled = self._rows_in_spool()
         sections: dict[str, object] = {
@@ -108,7 +109,7 @@ class CoverageFold:
             "duplicate_parts": sum(one.reason == _DUPLICATE for one in self.plan.inventory.set_aside),
             "missing_parts": missing_parts,
             "unexpected_files": self._unexpected_files(),
-            "disagreements": self._disagreements,
+            "disagreements": [*self._disagreements, *surplus],
             "rows_dropped": dropped,
             "rows_in_spool": spooled,
             "alignment": self.alignment.record() | {"ranks_without_samples": self._without_samples},
@@ -125,6 +126,7 @@ class CoverageFold:
             or self._num_foreign
             or documents
             or missing_parts
+            or surplus
             or dropped
             or spooled
         )
@@ -206,6 +208,33 @@ class CoverageFold:
             for table, lost in tables_behind(view.manifest, listed).items():
                 found.append({"rank": view.rank, "process": view.process, "table": table} | lost)
         return found
+
+    def _rows_beyond_manifests(self) -> list[dict[str, object]]:
+        """What closed processes left more of than they counted: files that somebody copied or replaced."""
+        found: list[dict[str, object]] = []
+        for view in self._views:
+            if view.manifest is None or view.rows is None or view.status != ProcessStatus.CLOSED:
+                continue
+            for table, rows in sorted(view.rows.rows.items()):
+                state = view.manifest.tables.get(table)
+                if state is None or state.rows_in_spool or rows <= state.rows:
+                    continue
+                found.append(
+                    {
+                        "file": self._manifest_name(view),
+                        "column": f"rows of {table}",
+                        "found": str(rows),
+                        "expected": str(state.rows),
+                        "rows": rows - state.rows,
+                    }
+                )
+        return found
+
+    def _manifest_name(self, view: ProcessView) -> str:
+        for one in self.plan.inventory.ranks[view.rank].manifests:
+            if one.manifest.process == view.process:
+                return self._name(one.source, one.path)
+        raise AssertionError("a view with a manifest comes from one")
 
     def _rows_in_spool(self) -> dict[str, int]:
         by_host: dict[str, int] = {}

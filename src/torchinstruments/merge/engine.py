@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
-from torchinstruments.errors import ConfigurationError
+from torchinstruments.errors import ConfigurationError, StorageError, TorchInstrumentsError
 from torchinstruments.merge.catalogs import joined_modules
 from torchinstruments.merge.coverage import CoverageFold
 from torchinstruments.merge.entries import SummaryTable
@@ -28,6 +28,7 @@ from torchinstruments.store.layout import MERGED
 from torchinstruments.store.liveness import process_status, store_now_s
 from torchinstruments.store.manifest import encode_document
 from torchinstruments.store.schema import KEY_COLUMNS
+from torchinstruments.store.urls import check_url, check_writable
 
 __all__ = ["MergeResult", "merge_run"]
 
@@ -70,6 +71,9 @@ def merge_run(
     """
     if isinstance(inline_ranks, bool) or inline_ranks < 0:
         raise ConfigurationError(f"inline_ranks={inline_ranks!r} is not possible; give 0 or more")
+    if output is not None:
+        check_url(output)
+        check_writable(output)
     plan = plan_merge(urls, storage_options, ranks)
     try:
         if executor is not None:
@@ -194,7 +198,15 @@ def _written(
         storage = plan.storages[0].child(MERGED)
     else:
         storage = open_storage(output, plan.sources[0].storage_options)
-    storage.replace(SUMMARY_FILE, summary)
-    # Last, so that a result never speaks of a summary that is not there.
-    storage.replace(RESULT_FILE, encode_document(result))
+    try:
+        storage.replace(SUMMARY_FILE, summary)
+        # Last, so that a result never speaks of a summary that is not there.
+        storage.replace(RESULT_FILE, encode_document(result))
+    except TorchInstrumentsError:
+        raise
+    except OSError as error:
+        raise StorageError(
+            f"the result could not be written to {storage.url} ({error.strerror or error}); make room there, "
+            f"or give another folder with --output, in Python output="
+        ) from error
     return MergeResult(result, storage.url, is_complete, storage)

@@ -11,6 +11,7 @@ from torchinstruments.merge.sources import Source, opened
 from torchinstruments.merge.tasks import RankTask
 from torchinstruments.store.inventory import Inventory, take_inventory
 from torchinstruments.store.storage import Storage
+from torchinstruments.store.urls import check_url
 
 __all__ = ["MergePlan", "plan_merge"]
 
@@ -58,6 +59,8 @@ def plan_merge(
     """
     if not urls:
         raise ConfigurationError("no folder was given; give the URL of at least one run")
+    for url in urls:
+        check_url(url)
     token = uuid.uuid4().hex
     sources: list[Source] = []
     storages: list[Storage] = []

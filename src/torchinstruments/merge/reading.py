@@ -48,6 +48,14 @@ _BATCH_ROWS = 65_536
 _FOREIGN = "foreign_run"
 _IDENTITY_COLUMNS = ("generation", "rank", "process")
 _HISTORY_COLUMNS = (*_IDENTITY_COLUMNS, *KEY_COLUMNS, *SUMMARISED_COLUMNS)
+_POSITION_COLUMNS = (
+    "generation",
+    "sample_id",
+    "attempt",
+    "forward_in_attempt",
+    "forward_index",
+    "timestamp",
+)
 _SAMPLE_COLUMNS = (
     *_IDENTITY_COLUMNS,
     "sample_id",
@@ -73,6 +81,7 @@ class _ProcessTally:
     rows: Counter[str] = field(default_factory=Counter)
     generations: set[int] = field(default_factory=set)
     samples: list["_Samples"] = field(default_factory=list)
+    in_history: list[tuple[PartFile, npt.NDArray[np.int64]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,8 @@ class _RankReader:
         for parts in self._task.parts.values():
             for part in parts:
                 self._read_or_set_aside(part)
+        for tally in self._tallies.values():
+            self._add_unrecorded(tally)
         samples = [one for tally in self._tallies.values() for one in tally.samples]
         return RankReading(
             rank=self._task.rank,
@@ -149,10 +160,12 @@ class _RankReader:
     def _read_history(self, part: PartFile, file: pq.ParquetFile) -> None:
         found: Counter[tuple[str, str, str]] = Counter()
         generations: set[int] = set()
+        ids: list[npt.NDArray[np.int64]] = []
 
         def blocks() -> Iterator[RowBlock]:
             for batch in _batches(file, _HISTORY_COLUMNS):
                 self._compare(part, batch, found, generations)
+                ids.append(_changes(integers(batch, "sample_id")))
                 yield row_block(batch, self._index.number(batch))
 
         chosen: Iterable[RowBlock]
@@ -162,10 +175,42 @@ class _RankReader:
             for _ in blocks():
                 pass
             found.clear()
+            ids.clear()
             chosen = blocks()
         for block in chosen:
             self._builder.add(block)
+        if ids:
+            self._tally(part).in_history.append((part, np.unique(np.concatenate(ids))))
         self._note(part, file.metadata.num_rows, found, generations)
+
+    def _add_unrecorded(self, tally: _ProcessTally) -> None:
+        """Adds the samples that only ``history`` knows, as after a kill between the two, or a lost part."""
+        recorded = np.concatenate([np.zeros(0, np.int64), *(one.sample_id for one in tally.samples)])
+        for part, ids in tally.in_history:
+            missing = np.setdiff1d(ids, recorded)
+            if len(missing):
+                tally.samples += self._samples_in_history(part, missing)
+
+    def _samples_in_history(self, part: PartFile, ids: npt.NDArray[np.int64]) -> list[_Samples]:
+        """Reads where the given samples of a part of ``history`` stand; it was read to its end before."""
+        blocks: list[_Samples] = []
+        with _open_part(opened(self._task.sources[part.source]), part, self._task.run_id) as file:
+            for batch in _batches(file, _POSITION_COLUMNS):
+                sample_id = integers(batch, "sample_id")
+                _, first = np.unique(sample_id, return_index=True)
+                chosen = first[np.isin(sample_id[first], ids)]
+                blocks.append(
+                    _Samples(
+                        generation=integers(batch, "generation")[chosen],
+                        sample_id=sample_id[chosen],
+                        attempt=integers(batch, "attempt")[chosen],
+                        forward_in_attempt=integers(batch, "forward_in_attempt")[chosen],
+                        forward_index=integers(batch, "forward_index")[chosen],
+                        started_at_us=microseconds(batch, "timestamp")[chosen],
+                        is_missed=np.zeros(len(chosen), np.bool_),
+                    )
+                )
+        return blocks
 
     def _read_samples(self, part: PartFile, file: pq.ParquetFile) -> None:
         found: Counter[tuple[str, str, str]] = Counter()
@@ -240,6 +285,13 @@ def _open_part(storage: Storage, part: PartFile, run_id: str) -> Generator[pq.Pa
 def _batches(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     # One thread: the merge is parallel over ranks, and a worker's memory stays that of one batch.
     return file.iter_batches(batch_size=_BATCH_ROWS, columns=list(columns), use_threads=False)
+
+
+def _changes(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Returns each value that differs from the one before it: few, for rows of a sample lie together."""
+    if len(values) == 0:
+        return values
+    return values[np.append(True, values[1:] != values[:-1])]
 
 
 def _count_others(

@@ -123,9 +123,7 @@ class Delivery:
     @property
     def rows_dropped(self) -> int:
         """Rows of ``history`` that never reached a sink (any thread)."""
-        return (
-            self._outbox.dropped.scalars + self._unresolved_rows + self._unkept_rows + self._late.scalars
-        )
+        return self._outbox.dropped.scalars + self._unresolved_rows + self._unkept_rows + self._late.scalars
 
     @property
     def writer_s(self) -> float:
@@ -224,8 +222,8 @@ class Delivery:
             )
         if before.scalars == 0 and scalars and self._on_error is not None:
             error = RuntimeError(
-                f"a sample came after the run was closed, and its {scalars} scalars were dropped, as those of "
-                f"further ones will be; call remove_observer(model) after the last forward and backward"
+                f"a sample came after the run was closed, and its {scalars} scalars were dropped, as those "
+                f"of further ones will be; call remove_observer(model) after the last forward and backward"
             )
             with contextlib.suppress(Exception):
                 self._on_error("sink", error)
@@ -350,7 +348,7 @@ _LIVE: "weakref.WeakSet[Delivery]" = weakref.WeakSet()
 def _finish_after_main() -> None:
     """Flushes what is still open when the main thread has ended, and closes it unless others may go on.
 
-    Threads that are no daemons are waited for only after this, and one of them may train; pools count as such.
+    Threads that are no daemons, and those of pools, are waited for only after this; one of them may train.
     """
     deadline_s = time.monotonic() + EXIT_TIMEOUT_S
     others_go_on = any(

@@ -5,7 +5,7 @@ built at once. A row of ``samples`` is a tally that grows with each delivery of 
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torchinstruments.records import AttemptRecord, Position, Sample, SampleState
@@ -173,7 +173,8 @@ class _Tally:
 class SampleTallies:
     """Samples and what their deliveries add up to.
 
-    A sample gives its row when nothing more is expected of it, or `UNSETTLED_AFTER_S` after its forward. If a
+    A sample gives its row when rows of ``history`` of it are written, when nothing more is expected of it, or
+    `UNSETTLED_AFTER_S` after its forward. If a
     delivery changes it later it gives another row, with larger sums; readers keep the one with the largest.
 
     Args:
@@ -211,6 +212,10 @@ class SampleTallies:
             if tally.settled or now_s - tally.first_s >= UNSETTLED_AFTER_S
         ]
         return self._take(due)
+
+    def take_of(self, sample_ids: Iterable[int]) -> list[SampleRow]:
+        """Returns the rows of those of the given samples that changed since they were last written."""
+        return self._take([self._changed[one] for one in dict.fromkeys(sample_ids) if one in self._changed])
 
     def take_all(self) -> list[SampleRow]:
         """Returns the rows of all samples that changed since they were last written."""

@@ -12,6 +12,7 @@ that no network client ever lives in the training process. Address and options r
 input alone.
 """
 
+import errno
 import os
 import pickle
 import subprocess
@@ -40,6 +41,8 @@ from torchinstruments.store.manifest import encode_document
 from torchinstruments.store.texts import encode_json
 from torchinstruments.store.urls import (
     beside,
+    check_url,
+    check_writable,
     is_remote,
     local_path,
     needs_this_process,
@@ -235,6 +238,7 @@ def claim_url(
         The claim, as `claim_run` makes it. It never raises: what cannot be opened is a failure too.
     """
     try:
+        check_writable(url)
         storage = open_storage(url, storage_options, timeout_s=max(1.0, timeout_s / 3))
     except (ConfigurationError, StorageError) as error:
         return _without(_shown(url), request, error)
@@ -260,6 +264,11 @@ def claim_in_child(
     Returns:
         The claim; never raises for what a store or a child does.
     """
+    try:
+        check_url(url)
+        check_writable(url)
+    except ConfigurationError as error:
+        return _without(redact(url), request, error)
     if not is_remote(url) or needs_this_process(url, storage_options):
         return _claim_in_thread(url, storage_options, request, timeout_s)
     secrets = secrets_of(url, storage_options)
@@ -380,8 +389,12 @@ def _failure_kind(error: Exception) -> str:
     if isinstance(error, StorageNotFoundError):
         return "not_found"
     if isinstance(error, (ConfigurationError, RunFormatError)) or (
-        # a file where a folder is needed
-        isinstance(error, StorageError) and isinstance(error.__cause__, (NotADirectoryError, FileExistsError))
+        isinstance(error, StorageError)
+        and (
+            # a file where a folder is needed
+            isinstance(error.__cause__, (NotADirectoryError, FileExistsError))
+            or (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ENAMETOOLONG)
+        )
     ):
         return "configuration"
     return ""

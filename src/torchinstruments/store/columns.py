@@ -314,7 +314,9 @@ class _Reasons:
         codes: dict[str, int] = {"": 0, Reason.NONFINITE_RESULT.value: 1}
         self.none, self.nonfinite = 0, 1
         self.codes = _integers(
-            codes.setdefault(reason, len(codes)) for pattern in patterns for reason in encodable_texts(pattern)
+            codes.setdefault(reason, len(codes))
+            for pattern in patterns
+            for reason in encodable_texts(pattern)
         ).astype(np.int32)
         lengths = _integers([len(pattern) for pattern in patterns])
         self.first = np.cumsum(lengths) - lengths

@@ -128,7 +128,10 @@ def decode_run(data: bytes) -> RunRecord:
     Raises:
         msgspec.DecodeError: The bytes are no JSON, or no run record.
     """
-    return msgspec.json.decode(data, type=RunRecord)
+    record = msgspec.json.decode(data, type=RunRecord)
+    if record.world_size < 1:
+        raise msgspec.ValidationError(f"world_size is {record.world_size}, and a run has at least one rank")
+    return record
 
 
 def decode_generation(data: bytes) -> GenerationRecord:

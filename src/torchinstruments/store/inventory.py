@@ -47,12 +47,7 @@ def take_inventory(*storages: Storage) -> Inventory:
             does not know, or one of another run than the first folder's.
         StorageError: A store refused or did not answer.
     """
-    files = [
-        locate(source, info)
-        for source, storage in enumerate(storages)
-        for info in storage.walk()
-        if not info.is_folder
-    ]
+    files = [locate(source, info) for source, storage in enumerate(storages) for info in storage.walk()]
     runs = [read_run(storage) for storage in storages]
     _require_one_run(storages, runs)
     sorter = FileSorter(run_id=runs[0].run_id, storages=storages)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 __all__ = [
     "GENERATIONS",
     "INDEX_FILE",
+    "MAX_RANK",
     "MERGED",
     "RESULT_FILE",
     "RUN_FILE",
@@ -26,6 +27,7 @@ __all__ = [
     "TENSORBOARD",
     "PartName",
     "generation_file",
+    "is_rank_folder_beyond",
     "manifest_file",
     "modules_file",
     "parse_generation",
@@ -46,6 +48,9 @@ TENSORBOARD = "tensorboard"
 RESULT_FILE = "result.json"
 INDEX_FILE = "index.md"
 TABLES = ("history", "samples", "steps", "fingerprints")
+
+MAX_RANK = 2**31 - 1
+"""Largest rank that the column of that name can hold."""
 
 _RANK = re.compile(r"rank-(\d{3,})")
 _PART = re.compile(r"part-([0-9a-f]{8})-(\d{6,})\.parquet")
@@ -74,9 +79,16 @@ def rank_folder(rank: int, *, alone: bool) -> str:
 
 
 def parse_rank_folder(name: str) -> int | None:
-    """Returns the rank that a folder's name tells, or None where it is no rank's folder."""
+    """Returns the rank that a folder's name tells, or None where it is no rank's folder, or of no rank."""
     match = _RANK.fullmatch(name)
-    return int(match[1]) if match else None
+    if match is None or int(match[1]) > MAX_RANK:
+        return None
+    return int(match[1])
+
+
+def is_rank_folder_beyond(name: str) -> bool:
+    """Returns whether a folder is named like that of a rank, but of one that no process can have."""
+    return _RANK.fullmatch(name) is not None and parse_rank_folder(name) is None
 
 
 def part_file(folder: str, table: str, process: str, sequence: int) -> str:

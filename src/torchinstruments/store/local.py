@@ -134,7 +134,10 @@ class LocalStorage:
             return sorted(_entries(folder, checked_path(path)), key=_path_of)
 
     def walk(self) -> Listing:
-        """Returns every file below the root, sorted by path; links to folders are followed once."""
+        """Returns every file below the root, sorted by path; links to folders are followed once.
+
+        A folder inside a folder of parts is listed too, since only files belong there.
+        """
         found: Listing = []
         seen: set[tuple[int, int]] = set()
         waiting = [""]
@@ -152,7 +155,7 @@ class LocalStorage:
                 for entry in _entries(folder, relative):
                     if entry.is_folder:
                         waiting.append(entry.path)
-                    else:
+                    if not entry.is_folder or relative.endswith(".parts"):
                         found.append(entry)
         return sorted(found, key=_path_of)
 
@@ -194,8 +197,13 @@ def _entries(folder: str, relative: str) -> Iterator[FileInfo]:
             try:
                 is_folder = entry.is_dir()
                 status = entry.stat()
-            except FileNotFoundError:
-                continue  # gone since it was listed, or a link to nowhere
+            except OSError as error:
+                if not entry.is_symlink():
+                    if isinstance(error, FileNotFoundError):
+                        continue  # gone since it was listed
+                    raise
+                is_folder = False  # a link to nowhere: something was to be there
+                status = entry.stat(follow_symlinks=False)
             yield FileInfo(
                 path=f"{relative}/{entry.name}" if relative else entry.name,
                 size_bytes=0 if is_folder else status.st_size,
@@ -248,6 +256,11 @@ def _explained(target: str, doing: str) -> Generator[None]:
             raise StorageDeniedError(
                 f"{doing} {target} was refused ({text}); check the owner and the mode of its folder, "
                 f"or give another one"
+            ) from error
+        if number == errno.ENAMETOOLONG:
+            raise StorageError(
+                f"{target} has a name that is longer than the filesystem allows ({text}); "
+                f"give a shorter address"
             ) from error
         if doing == "writing" and number in {errno.ENOTDIR, errno.EEXIST, errno.EISDIR}:
             raise StorageError(

@@ -20,9 +20,12 @@ from torchinstruments.store.found import CatalogFile, ManifestFile, PartFile, Ra
 from torchinstruments.store.manifest import Manifest, decode_manifest
 from torchinstruments.store.storage import FileInfo, Storage
 
-__all__ = ["FileSorter", "LocatedFile", "locate", "map_over_network"]
+__all__ = ["BEYOND_MANIFEST", "FileSorter", "LocatedFile", "locate", "map_over_network"]
 
 _READERS = 16
+BEYOND_MANIFEST = "beyond_manifest"
+"""Why a part is set aside that its process, which has closed, never counted."""
+
 _UNKNOWN_GENERATION = 2**31
 _PARTS = ".parts"
 _KNOWN_FILES = ("result.json", "index.md", "history.parquet")
@@ -83,9 +86,22 @@ class FileSorter:
         self._part_files: list[tuple[LocatedFile, str, layout.PartName]] = []
         self._manifests: dict[str, list[ManifestFile]] = {}
         self._generations: list[GenerationRecord] = []
+        self._beyond: set[SetAside] = set()
 
     def belongs(self, file: LocatedFile) -> bool:
         """Takes a file if it is of this run, and tells whether it did."""
+        above, inside, rest = file.info.path.partition(f"{_PARTS}/")
+        if inside and (file.info.is_folder or "/" in rest):
+            self._note_folder(file.source, f"{above}{inside}{rest.partition('/')[0]}")
+            return False
+        if file.info.is_folder:
+            return False
+        top = file.info.path.partition("/")[0]
+        if top != file.name and layout.is_rank_folder_beyond(top):
+            self._beyond.add(
+                SetAside(file.source, top, f"misplaced: there is no rank above {layout.MAX_RANK}")
+            )
+            return False
         if file.folder == layout.GENERATIONS:
             if layout.parse_generation(file.name) is None:
                 self._note_strange(file)
@@ -117,6 +133,14 @@ class FileSorter:
         self._part_files.append((file, table, name))
         return True
 
+    def _note_folder(self, source: int, path: str) -> None:
+        # Known by its own entry, and behind a network only by what lies in it.
+        rank_folder, _, last = path.rpartition("/")[0].rpartition("/")
+        is_of_rank = not rank_folder or layout.parse_rank_folder(rank_folder) is not None
+        is_ours = is_of_rank and last.removesuffix(_PARTS) in layout.TABLES
+        if is_ours and not path.rpartition("/")[2].startswith(".") and (source, path) not in self.strange:
+            self.strange.append((source, path))
+
     def _note_strange(self, file: LocatedFile) -> None:
         # A name with a leading dot is a file that is being written, or was when its writer died.
         if not file.name.startswith("."):
@@ -124,6 +148,7 @@ class FileSorter:
 
     def read_documents(self) -> None:
         """Reads manifests and generations, several at a time where they lie behind a network."""
+        self.set_aside += self._beyond
         is_local = all(storage.is_local for storage in self._storages)
         files = [*self._manifest_files, *self._generation_files]
         for file, document in zip(files, map_over_network(self._read, files, is_local=is_local), strict=True):
@@ -156,6 +181,8 @@ class FileSorter:
             raise UnusableFileError("foreign_run")
         if manifest.process != layout.parse_manifest(file.name):
             raise UnusableFileError("misplaced", f"it is of process {manifest.process}")
+        if not 0 <= manifest.rank <= layout.MAX_RANK:
+            raise UnusableFileError("schema_mismatch", f"its rank is {manifest.rank}")
         named = layout.parse_rank_folder(file.folder)
         if named is not None and named != manifest.rank:
             raise UnusableFileError("misplaced", f"it is of rank {manifest.rank}")
@@ -209,6 +236,10 @@ class FileSorter:
             first = seen.setdefault((table, name.process, name.sequence), part)
             if first is not part:
                 self.set_aside.append(SetAside(part.source, part.path, "duplicate"))
+        for key, part in list(seen.items()):
+            if self._is_beyond_manifest(part):
+                self.set_aside.append(SetAside(part.source, part.path, BEYOND_MANIFEST))
+                del seen[key]
         grouped: dict[int, dict[str, list[PartFile]]] = {}
         for part in seen.values():
             grouped.setdefault(part.rank, {}).setdefault(part.table, []).append(part)
@@ -218,6 +249,17 @@ class FileSorter:
             }
             for rank, tables in grouped.items()
         }
+
+    def _is_beyond_manifest(self, part: PartFile) -> bool:
+        """Whether a process that closed well never wrote such a part; what its spool holds may still come."""
+        found = self._manifests.get(part.process)
+        if not found:
+            return False
+        manifest = max(found, key=_by_progress).manifest
+        state = manifest.tables.get(part.table)
+        if manifest.status != "closed" or state is None or state.rows_in_spool:
+            return False
+        return part.sequence >= state.next_part
 
     def _by_writing(self, part: PartFile) -> tuple[int, str, int]:
         return (self._generation_of(part.process), part.process, part.sequence)

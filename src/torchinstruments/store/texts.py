@@ -1,7 +1,7 @@
-"""Text that a file can hold: a lone surrogate, as in a file name of another encoding, is no UTF-8.
+r"""Text that a file can hold: a lone surrogate, as in a file name of another encoding, is no UTF-8.
 
 Names of layers, keys of outputs and messages of errors are anybody's text, and one of them must not cost what
-lies beside it. What cannot be encoded is written as Python escapes it, ``\\udce9``; all else stays as it is.
+lies beside it. What cannot be encoded is written as Python escapes it, ``\udce9``; all else stays as it is.
 """
 
 from collections.abc import Iterable, Mapping

@@ -11,10 +11,12 @@ import sys
 from collections.abc import Mapping
 
 from torchinstruments.errors import ConfigurationError
+from torchinstruments.store.texts import encodable
 
 __all__ = [
     "beside",
     "check_url",
+    "check_writable",
     "is_remote",
     "local_path",
     "needs_this_process",
@@ -90,9 +92,20 @@ def check_url(url: str) -> None:
     """Refuses an address that would be taken for another one than was meant.
 
     Raises:
-        ConfigurationError: It is empty, lost a slash on its way through a path object, names no bucket,
-            host or folder, or has a query or fragment that an object store would take as a part of the name.
+        ConfigurationError: It is no text, is empty, has a character that no name can have, lost a slash on
+            its way through a path object, names no bucket, host or folder, or has a query or fragment that an
+            object store would take as a part of the name.
     """
+    if not isinstance(url, str):
+        raise ConfigurationError(
+            f"the address of the run is {url!r}, which is no text; give a folder, or a URL such as "
+            f"s3://bucket/run"
+        )
+    if "\0" in url or encodable(url) != url:
+        raise ConfigurationError(
+            f"the address of the run, {redact(url)!r}, has a character that no path or URL can have, a NUL "
+            f"or a lone surrogate; give another one"
+        )
     if not url.strip():
         raise ConfigurationError(
             "the address of the run is empty; give a folder, or a URL such as s3://bucket/run"
@@ -111,6 +124,20 @@ def check_url(url: str) -> None:
                 f"take as a part of the name; leave it out, and give settings in storage_options"
             )
     _require_place(url)
+
+
+def check_writable(url: str) -> None:
+    """Refuses an address that can be read and never written.
+
+    Raises:
+        ConfigurationError: It is a web address.
+    """
+    for scheme in schemes(url):
+        if scheme in _WITH_QUERY:
+            raise ConfigurationError(
+                f"nothing can be written to {redact(url)!r}, since {scheme}:// can only be read; give a "
+                f"folder, or the URL of a store such as s3://bucket/run"
+            )
 
 
 def _require_place(url: str) -> None:

@@ -1,10 +1,10 @@
 """From resolved samples to durable parts and documents of one process; used by one thread at a time.
 
 Rows become durable when ``buffer_rows`` of them are buffered, or 30 s after they were. A row of ``samples``
-is written when its sample is settled, or 25 s after its forward; a sample that changes after that gives a
-further, superseding row. The manifest is written at the start, then at most once a minute and at least every
-5 minutes even when nothing else happens: it is the heartbeat by which readers tell a live process from a dead
-one.
+is written just before the first rows of ``history`` of its sample, and at the latest when that is settled, or
+25 s after its forward; a sample that changes after that gives a further, superseding row. The manifest is
+written at the start, then at most once a minute and at least every 5 minutes even when nothing else happens:
+it is the heartbeat by which readers tell a live process from a dead one.
 
 A target that refuses (a full disk) never stops anything: parts wait in memory within a bound, are tried
 again, and are given up and counted beyond it. What a target refuses until the close is given up there, before
@@ -290,6 +290,10 @@ class RankWriter:
             if not deliveries:
                 return
             columns = history_columns(deliveries, self._origin)
+        # Before them, so that whatever ends the process leaves no measurements of a sample that nobody knows.
+        self._write_samples(
+            self._tallies.take_of(sample_id for sample_id, _ in deliveries), is_last_durable=False
+        )
         last = max(deliveries, key=_sample_id)
         self._write("history", columns, last[0], last[1].started_at_us)
         try:
@@ -306,7 +310,7 @@ class RankWriter:
             return False
         return True
 
-    def _write_samples(self, rows: list[SampleRow]) -> None:
+    def _write_samples(self, rows: list[SampleRow], *, is_last_durable: bool = True) -> None:
         if not rows:
             return
         try:
@@ -314,7 +318,8 @@ class RankWriter:
         except _UNSTORABLE as error:
             self._give_up("samples", len(rows), error)
         else:
-            self._write("samples", columns, rows[-1].sample_id, rows[-1].started_at_us)
+            last = rows[-1]
+            self._write("samples", columns, last.sample_id if is_last_durable else None, last.started_at_us)
 
     def _write_steps(self, records: list[AttemptRecord]) -> None:
         if not records:

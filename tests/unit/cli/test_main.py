@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from merge.run_folder import RunFolder, process_of, whole_run
+from merge.run_folder import RunFolder, counted, process_of, whole_run
 from torchinstruments import __version__
 from torchinstruments.cli.main import main
 from torchinstruments.merge import engine
@@ -32,6 +32,8 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_merge_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A complete merge exits with 0, says so on standard output, and names the result."""
     run = whole_run(tmp_path / "run")
+    for rank in range(2):
+        counted(run, rank, history_rows=5)
     run.history(0, [{"sample_id": 0, "metric": "std", "value": 1.0}], process_of(0), 1)
     run.history(1, [{"sample_id": 0, "metric": "std", "value": 3.0}], process_of(1), 1)
     assert main(["merge", run.url]) == 0
@@ -52,12 +54,13 @@ def test_merge_with_a_missing_rank_and_a_bad_file(tmp_path: Path, capsys: pytest
     run = whole_run(tmp_path / "run", 3)
     for path in sorted((run.root / "rank-001").rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
-    run.write("rank-002/history.parts/part-0000000c-000007.parquet", b"")
+    run.write("rank-002/history.parts/part-0000000c-000001.parquet", b"")
+    counted(run, 2)
     assert main(["merge", run.url]) == 1
     out = capsys.readouterr().out
     assert "NOT COMPLETE" in out
     assert "missing      1 rank (1)" in out
-    assert "rank-002/history.parts/part-0000000c-000007.parquet: empty_file" in out
+    assert "rank-002/history.parts/part-0000000c-000001.parquet: empty_file" in out
 
 
 def test_json_goes_to_standard_output_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,6 +93,7 @@ def test_many_ranks_are_shown_by_their_extremes(tmp_path: Path, capsys: pytest.C
     """With more ranks than fit, the table names the lowest and the highest one."""
     run = whole_run(tmp_path / "run", 12, num_samples=1)
     for rank in range(12):
+        counted(run, rank)
         run.history(
             rank, [{"sample_id": 0, "metric": "std", "value": 1.0 + (rank == 7)}], process_of(rank), 1
         )
@@ -101,6 +105,7 @@ def test_names_are_never_markup(tmp_path: Path, capsys: pytest.CaptureFixture[st
     """A layer whose name looks like markup is shown as it is."""
     run = whole_run(tmp_path / "run")
     for rank in range(2):
+        counted(run, rank, history_rows=5)
         row = {"sample_id": 0, "layer": "blocks[red]", "metric": "std", "value": 1.0 + rank}
         run.history(rank, [row], process_of(rank), 1)
     assert main(["merge", run.url]) == 0

@@ -534,10 +534,11 @@ def test_what_comes_after_the_close_is_counted_and_told_once() -> None:
     delivery.put_attempts([attempt(0)])
 
     assert delivery.rows_dropped == 21
-    assert told == [
+    [message] = told
+    assert message == (
         "sink: a sample came after the run was closed, and its 7 scalars were dropped, as those of further "
         "ones will be; call remove_observer(model) after the last forward and backward"
-    ]
+    )
 
 
 THREAD_SCRIPT = """

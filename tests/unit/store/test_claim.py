@@ -312,3 +312,21 @@ def _claim_at_once(storages: list[Storage], requests: list[ClaimRequest]) -> lis
     for thread in threads:
         thread.join()
     return claims
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("a\0b", "has a character"),
+        ("caf\udce9", "has a character"),
+        ("https://user:secret@host/run", "nothing can be written to 'https://host/run'"),
+        ("/tmp/" + "x" * 300, "longer than the filesystem allows"),
+    ],
+    ids=["NUL", "surrogate", "web", "too long"],
+)
+def test_an_address_that_can_never_be_written_is_a_failure(url: str, sentence: str) -> None:
+    """The user has to correct it, so it is no unverified claim."""
+    claimed = claim_in_child(url, None, _request())
+
+    assert (claimed.failure_kind, sentence in claimed.failure) == ("configuration", True)
+    assert "secret" not in repr(claimed)
