@@ -21,7 +21,7 @@ from torchinstruments.errors import ConfigurationError
 from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.focus import select_focus
 from torchinstruments.observe.observer import InertObserver, Observer, observer_of, refuse_second
-from torchinstruments.observe.probe import RootProbe
+from torchinstruments.observe.probe import RootProbe, refuse_scripted
 from torchinstruments.observe.sampling import (
     SamplingPolicy,
     TimedSampler,
@@ -151,6 +151,8 @@ def inject_observer(
             f"capture_direct_forwards={capture_direct_forwards!r} is not possible; give True or False"
         )
     refuse_second(model)
+    # Before anything is claimed: a corrected try shall find the folder as it was.
+    refuse_scripted(model)
     selector_errors: list[tuple[str, BaseException]] = []
 
     def keep_selector_error(layer: str, error: BaseException) -> None:

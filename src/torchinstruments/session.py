@@ -374,5 +374,9 @@ def _finish_enrolments_at_exit() -> None:
         session.finish_enrolment(max(end_s - time.monotonic(), 0.0))
 
 
-# Hooks run in the reverse order of their registration: this one before that of the delivery threads.
-getattr(threading, "_register_atexit", atexit.register)(_finish_enrolments_at_exit)
+try:
+    # Hooks run in the reverse order of their registration: this one before that of the delivery threads.
+    threading._register_atexit(_finish_enrolments_at_exit)  # type: ignore[attr-defined]  # noqa: SLF001
+except (AttributeError, RuntimeError):
+    # Not every Python has it, and after the main thread's end it takes none.
+    atexit.register(_finish_enrolments_at_exit)

@@ -405,3 +405,20 @@ def test_direct_forwards_are_captured_when_asked_for(tmp_path: Path) -> None:
     remove_observer(model)
     assert observer.counters.samples == 2
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_scripted_model_is_refused_before_anything_is_claimed(tmp_path: Path) -> None:
+    """The sentence says what to attach to instead, and the folder is still free for that."""
+    with pytest.raises(ConfigurationError, match="scripted"):
+        inject_observer(torch.jit.script(make_model()), output_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_copies_for_several_devices_are_said_not_to_be_measured(tmp_path: Path) -> None:
+    """DataParallel with two devices runs copies in threads: one warning names the way out."""
+    model = nn.DataParallel(make_model())
+    model.device_ids = [0, 1]
+    with pytest.warns(RuntimeWarning, match="DataParallel.*DistributedDataParallel"):
+        inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler())
+    with pytest.warns(RuntimeWarning, match="no sample"):
+        remove_observer(model)

@@ -50,7 +50,7 @@ from torchinstruments.statistics.reducers import Reducer
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["RootProbe"]
+__all__ = ["RootProbe", "refuse_scripted"]
 
 
 class RootProbe:
@@ -145,11 +145,7 @@ class RootProbe:
         model = self._model()
         if model is None:
             raise ConfigurationError("the model is gone; keep it alive while it is observed")
-        if isinstance(model, torch.jit.ScriptModule):
-            raise ConfigurationError(
-                f"model={type(model).__name__} is scripted and takes no forward hooks; "
-                f"attach to the module that it was scripted from"
-            )
+        refuse_scripted(model)
         try:
             if may_be_fused(model) and is_slot_free(model):
                 self._slot = RootSlot(model, self)
@@ -443,12 +439,12 @@ class RootProbe:
         for layer, error in self._selector_errors:
             self.faults.report("selector", layer, error)
         self._layers.report_out_of_reach(model)
-        if self._replicated:
+        if replicated(model):
             self.faults.notice(
                 "forward",
                 "",
-                "torch.nn.DataParallel copies the model for several devices; there direct forwards of its "
-                "parts are not captured",
+                "torch.nn.DataParallel runs copies of the model on several devices, in threads of their own, "
+                "whose layers are not measured; use DistributedDataParallel, with a rank a device",
             )
 
     def _tell_what_was_not_seen(self) -> None:
@@ -460,6 +456,19 @@ class RootProbe:
         sentence = self._bypass.sentence()
         if sentence:
             self.faults.notice("bypassed", "", sentence)
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Does nothing for a model that takes hooks (training thread, at attach).
+
+    Raises:
+        ConfigurationError: The model is scripted.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigurationError(
+            f"model={type(model).__name__} is scripted and takes no forward hooks; "
+            f"attach to the module that it was scripted from"
+        )
 
 
 def _detach_all(companions: Sequence[Companion], bypass: Bypass) -> None:

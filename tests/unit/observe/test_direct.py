@@ -444,7 +444,7 @@ def test_parts_that_are_copied_for_several_devices_are_left_alone_and_said_so(
     assert replicated(model) == frozenset()
     parallel.device_ids = [0, 1]
     assert replicated(model) == {id(parallel.module), id(parallel.module[0])}
-    with pytest.warns(RuntimeWarning, match="copies the model for several devices"):
+    with pytest.warns(RuntimeWarning, match="runs copies of the model on several devices"):
         observe(model, session, capture_direct_forwards=True)
     parallel.device_ids = []
     model(torch.ones(1, 2))
