@@ -12,8 +12,10 @@ from typing import Protocol
 
 __all__ = [
     "Absent",
+    "Amendment",
     "AttemptRecord",
     "Claim",
+    "ClosedAttempt",
     "Counters",
     "DeferredSample",
     "ErrorRecord",
@@ -36,6 +38,7 @@ __all__ = [
     "ScaleProvenance",
     "Scope",
     "Signal",
+    "Stage",
     "StepProvenance",
     "error_text",
     "storable",
@@ -64,6 +67,24 @@ class Signal(StrEnum):
 
     OUTPUT = "output"
     OUTPUT_GRADIENT = "output_gradient"
+    INPUT = "input"
+    PARAMETER = "parameter"
+    PARAMETER_GRADIENT = "parameter_gradient"
+
+
+class Stage(StrEnum):
+    """At which moment of an attempt a parameter's gradient was measured; other signals have no stage.
+
+    Attributes:
+        LOCAL_ACCUMULATED: After a backward had added to it and before any reduction between ranks.
+        REDUCED: After the end of the backward, and so of the reduction that belongs to it.
+        APPLIED: As the optimizer's step found it.
+    """
+
+    NONE = ""
+    LOCAL_ACCUMULATED = "local_accumulated"
+    REDUCED = "reduced"
+    APPLIED = "applied"
 
 
 class Scope(StrEnum):
@@ -550,6 +571,34 @@ class AttemptRecord:
     clock: str = "host"
 
 
+class Amendment(Protocol):
+    """What a device knew of an attempt when its window closed, and the host did not yet."""
+
+    def amend(self, record: AttemptRecord) -> AttemptRecord:
+        """Waits for what it needs and returns the record with it (writer thread)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedAttempt:
+    """An attempt of a window that closed, parts of which may still be on their way from a device.
+
+    Attributes:
+        record: What the host knows.
+        amendments: Applied to the record in this order.
+    """
+
+    record: AttemptRecord
+    amendments: tuple[Amendment, ...] = ()
+
+    def resolve(self) -> AttemptRecord:
+        """Returns the whole record (writer thread)."""
+        record = self.record
+        for amendment in self.amendments:
+            record = amendment.amend(record)
+        return record
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
     """One error of collection, as the manifest keeps the last hundred.
@@ -639,7 +688,7 @@ class Outbox(Protocol):
         """Takes one delivery of a sample (training thread, hot path)."""
         ...
 
-    def put_attempts(self, attempts: Sequence[AttemptRecord]) -> None:
+    def put_attempts(self, attempts: Sequence[ClosedAttempt]) -> None:
         """Takes the attempts of a window that closed (training thread, hot path)."""
         ...
 

@@ -28,7 +28,7 @@ from torchinstruments.errors import ConfigurationError, TorchInstrumentsError
 from torchinstruments.observe.emptiness import likely_reason
 from torchinstruments.ranks.identity import configured_run_id, discover, world_of_one
 from torchinstruments.records import (
-    AttemptRecord,
+    ClosedAttempt,
     Counters,
     DeferredSample,
     ErrorRecord,
@@ -168,7 +168,7 @@ class RunSession:
         """Takes one delivery of a sample (training thread, hot path)."""
         self._delivery.put_sample(sample)
 
-    def put_attempts(self, attempts: Sequence[AttemptRecord]) -> None:
+    def put_attempts(self, attempts: Sequence[ClosedAttempt]) -> None:
         """Takes the attempts of a window that closed (training thread, hot path)."""
         self._delivery.put_attempts(attempts)
 

@@ -28,7 +28,7 @@ from torchinstruments.observe.probe import RootProbe
 from torchinstruments.observe.sampling import AlwaysSampler, EveryNForwardsSampler, SamplingPolicy
 from torchinstruments.observe.selection import leaf_modules, select_layers
 from torchinstruments.ranks.clock import StepClock
-from torchinstruments.records import AttemptRecord, Counters, DeferredSample, ErrorRecord, ModuleRecord
+from torchinstruments.records import ClosedAttempt, Counters, DeferredSample, ErrorRecord, ModuleRecord
 from torchinstruments.statistics.histograms import HistogramReducer, histogram
 from torchinstruments.statistics.reducers import default_reducers
 
@@ -49,7 +49,7 @@ class Discarding:
     def put_sample(self, sample: DeferredSample) -> None:
         """Drops it."""
 
-    def put_attempts(self, attempts: Sequence[AttemptRecord]) -> None:
+    def put_attempts(self, attempts: Sequence[ClosedAttempt]) -> None:
         """Drops them."""
 
     def put_modules(self, modules: tuple[ModuleRecord, ...]) -> None:

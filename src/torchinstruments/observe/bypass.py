@@ -22,7 +22,7 @@ from typing_extensions import override
 from torchinstruments.observe.engine import is_in_backward, tracing
 from torchinstruments.observe.slots import CallSlot
 from torchinstruments.observe.stack import callers, runs_for
-from torchinstruments.records import AttemptRecord
+from torchinstruments.records import ClosedAttempt
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -133,11 +133,12 @@ class Bypass:
         for sentry in armed:
             sentry.remove()
 
-    def attempts_closed(self, records: Iterable[AttemptRecord]) -> None:
+    def attempts_closed(self, attempts: Iterable[ClosedAttempt]) -> None:
         """Takes the attempts of a window that closed (training thread, hot path).
 
         Each optimizer's steps in it but the first came without a call of the model.
         """
+        records = (attempt.record for attempt in attempts)
         steps = Counter((record.attempt, record.optimizer) for record in records if record.optimizer >= 0)
         self._num_steps += steps.total() - len(steps)
 

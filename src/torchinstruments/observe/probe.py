@@ -42,7 +42,7 @@ from torchinstruments.observe.slots import RootSlot, is_slot_free
 from torchinstruments.observe.stack import num_calls
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.grad_sync import read_grad_sync
-from torchinstruments.records import AttemptRecord, Position, SampleState, ScaleProvenance
+from torchinstruments.records import ClosedAttempt, Position, SampleState, ScaleProvenance
 from torchinstruments.statistics.foreign import foreign_code
 from torchinstruments.statistics.histograms import HistogramReducer
 from torchinstruments.statistics.reducers import Reducer
@@ -429,10 +429,10 @@ class RootProbe:
         """Ends the sample of a call that never said that it is over."""
         self._end_sample(sampled, failed=True)
 
-    def _put_attempts(self, records: Sequence[AttemptRecord]) -> None:
+    def _put_attempts(self, attempts: Sequence[ClosedAttempt]) -> None:
         """Leaves the attempts of a window that closed with the session (training thread, hot path)."""
-        self._bypass.attempts_closed(records)
-        self.session.put_attempts(records)
+        self._bypass.attempts_closed(attempts)
+        self.session.put_attempts(attempts)
 
     def _report_what_is_out_of_reach(self, model: nn.Module) -> None:
         """Reports what cannot be observed of a model that was just attached."""

@@ -19,7 +19,16 @@ one attempt each has its own ``optimizer_s`` alone.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torchinstruments.records import AttemptRecord, Evidence, GradSync, Outcome, Position, StepProvenance
+from torchinstruments.records import (
+    Amendment,
+    AttemptRecord,
+    ClosedAttempt,
+    Evidence,
+    GradSync,
+    Outcome,
+    Position,
+    StepProvenance,
+)
 
 __all__ = ["MAX_STEPS_IN_WINDOW", "Started", "StepClock"]
 
@@ -33,11 +42,11 @@ class Started:
 
     Attributes:
         position: Where the forward stands.
-        closed: Records of the window that it closed, if it did.
+        closed: Attempts of the window that it closed, if it did.
     """
 
     position: Position
-    closed: tuple[AttemptRecord, ...] = ()
+    closed: tuple[ClosedAttempt, ...] = ()
 
 
 @dataclass(slots=True)
@@ -53,6 +62,7 @@ class _Step:
     lr: float | None = None
     found_inf: float | None = None
     aborted: bool = False
+    amendment: Amendment | None = None
 
 
 @dataclass(slots=True)
@@ -149,7 +159,7 @@ class StepClock:
         """
         self._drop_aborted_step(now_s)
         self._account_backward(now_s)
-        closed: tuple[AttemptRecord, ...] = ()
+        closed: tuple[ClosedAttempt, ...] = ()
         if grad_enabled and self._opens_window():
             closed = self._close_window()
             self._open_window(now_s, now_us)
@@ -268,6 +278,7 @@ class StepClock:
         outcome: Outcome = Outcome.SKIPPED,
         evidence: Evidence = Evidence.FOUND_INF,
         found_inf: float | None = None,
+        amendment: Amendment | None = None,
     ) -> None:
         """Takes an attempt for which the loss scaler did not call the optimizer (training thread, hot path).
 
@@ -278,16 +289,25 @@ class StepClock:
             outcome: `SKIPPED`, or `UNKNOWN` where nobody could have seen the call.
             evidence: What that rests on.
             found_inf: What the scaler found, where it is known on the host.
+            amendment: Brings what only the device knows of it.
         """
         self._optimizer_known = True
         self._drop_aborted_step(now_s)
         if self._running is not None:
             return
         self._account_backward(now_s)
-        self._add_step(optimizer_key, now_s, 0.0, outcome, evidence, lr=lr, found_inf=found_inf)
+        self._add_step(
+            optimizer_key, now_s, 0.0, outcome, evidence, lr=lr, found_inf=found_inf, amendment=amendment
+        )
 
     def step_resolved(
-        self, optimizer_key: int, *, outcome: Outcome, evidence: Evidence, found_inf: float | None = None
+        self,
+        optimizer_key: int,
+        *,
+        outcome: Outcome,
+        evidence: Evidence,
+        found_inf: float | None = None,
+        amendment: Amendment | None = None,
     ) -> None:
         """Takes better evidence for an optimizer's last step in the window (training thread, hot path).
 
@@ -296,10 +316,12 @@ class StepClock:
             outcome: What became of it.
             evidence: What that rests on.
             found_inf: What the scaler found, where it is known on the host.
+            amendment: Brings what only the device knows of it.
         """
         step = self._last_step(optimizer_key)
         if step is not None:
             step.outcome, step.evidence, step.found_inf, step.aborted = outcome, evidence, found_inf, False
+            step.amendment = amendment
 
     def optimizer_gone(self, optimizer_key: int) -> None:
         """Forgets an optimizer that no longer lives; a new one under this key gets a new ordinal.
@@ -310,7 +332,7 @@ class StepClock:
         self._ordinals.pop(optimizer_key, None)
         self._optimizer_attempts.pop(optimizer_key, None)
 
-    def close(self, now_s: float) -> tuple[AttemptRecord, ...]:
+    def close(self, now_s: float) -> tuple[ClosedAttempt, ...]:
         """Closes the open window (training thread).
 
         Args:
@@ -354,16 +376,16 @@ class StepClock:
         self._window = _Window(self._next_attempt, index, index, now_us, gap_s)
         self._next_attempt += 1
 
-    def _close_window(self) -> tuple[AttemptRecord, ...]:
+    def _close_window(self) -> tuple[ClosedAttempt, ...]:
         window, self._window = self._window, None
         if window is None:
             return ()
         self._last_end_s = window.end_s if window.end_s is not None else self._last_event_s
         self._waits_for_backward_since_s = None
         if window.steps:
-            return tuple(_record(window, step) for step in window.steps)
+            return tuple(_closed(window, step) for step in window.steps)
         outcome = Outcome.ABANDONED if self._optimizer_known else Outcome.UNKNOWN
-        return (_record(window, _Step(-1, -1, 0, outcome, Evidence.NONE, 0.0)),)
+        return (_closed(window, _Step(-1, -1, 0, outcome, Evidence.NONE, 0.0)),)
 
     def _account_backward(self, now_s: float) -> None:
         since_s, self._waits_for_backward_since_s = self._waits_for_backward_since_s, None
@@ -385,6 +407,7 @@ class StepClock:
         lr: float | None = None,
         found_inf: float | None = None,
         aborted: bool = False,
+        amendment: Amendment | None = None,
     ) -> None:
         self._last_event_s = now_s
         window = self._window
@@ -410,6 +433,7 @@ class StepClock:
                 lr=lr,
                 found_inf=found_inf,
                 aborted=aborted,
+                amendment=amendment,
             )
         )
 
@@ -429,8 +453,8 @@ class StepClock:
             step.lr, step.outcome, step.evidence, step.aborted = lr, outcome, evidence, False
 
 
-def _record(window: _Window, step: _Step) -> AttemptRecord:
-    return AttemptRecord(
+def _closed(window: _Window, step: _Step) -> ClosedAttempt:
+    record = AttemptRecord(
         attempt=window.attempt,
         optimizer=step.optimizer,
         optimizer_attempt=step.optimizer_attempt,
@@ -449,3 +473,4 @@ def _record(window: _Window, step: _Step) -> AttemptRecord:
         found_inf=step.found_inf,
         lr=step.lr,
     )
+    return ClosedAttempt(record, () if step.amendment is None else (step.amendment,))

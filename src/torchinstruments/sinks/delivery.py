@@ -24,6 +24,7 @@ from queue import Empty, SimpleQueue
 from torchinstruments.records import (
     AttemptRecord,
     Claim,
+    ClosedAttempt,
     DeferredSample,
     ErrorRecord,
     Identity,
@@ -102,7 +103,7 @@ class Delivery:
         if self._outbox.put_sample(sample) and self._thread is not None and self._requests.empty():
             self._requests.put(None)
 
-    def put_attempts(self, attempts: Sequence[AttemptRecord]) -> None:
+    def put_attempts(self, attempts: Sequence[ClosedAttempt]) -> None:
         """Takes the attempts of a window that closed (training thread, hot path)."""
         if self._takes_nothing():
             self._refuse(records=len(attempts))
@@ -281,8 +282,9 @@ class Delivery:
 
     def _hand_over_one(self, item: Item) -> None:
         if isinstance(item, Attempts):
+            records = tuple(self._resolve_attempt(attempt) for attempt in item.records)
             for keeper in self._keepers:
-                self._call(keeper, keeper.attempts, item.records)
+                self._call(keeper, keeper.attempts, records)
         elif isinstance(item, Modules):
             for keeper in self._keepers:
                 self._call(keeper, keeper.modules, item.records)
@@ -302,6 +304,14 @@ class Delivery:
             self._unkept_rows += deferred.num_scalars
         for sink in self._sinks:
             self._call(sink, sink.observe, sample)
+
+    def _resolve_attempt(self, attempt: ClosedAttempt) -> AttemptRecord:
+        """Returns an attempt's whole record, or what the host knew of it where a device failed."""
+        try:
+            return attempt.resolve()
+        except Exception as error:  # noqa: BLE001 - whatever a device did, the row is kept
+            self._fail("optimizer", "", error)
+            return attempt.record
 
     def _flush(self, request: _Flush) -> None:
         durable = not self._lost_keeper

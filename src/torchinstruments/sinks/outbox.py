@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from torchinstruments.records import AttemptRecord, DeferredSample, ErrorRecord, ModuleRecord
+from torchinstruments.records import ClosedAttempt, DeferredSample, ErrorRecord, ModuleRecord
 
 __all__ = [
     "MAX_DELIVERIES",
@@ -38,7 +38,7 @@ MAX_RECORDS = 65_536
 class Attempts:
     """The attempts of a window, in the queue."""
 
-    records: tuple[AttemptRecord, ...]
+    records: tuple[ClosedAttempt, ...]
 
 
 @dataclass(frozen=True, slots=True)

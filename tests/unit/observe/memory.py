@@ -19,6 +19,7 @@ from torchinstruments.observe.session_protocol import Companion, ScaleSource
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.records import (
     AttemptRecord,
+    ClosedAttempt,
     Counters,
     DeferredSample,
     ErrorRecord,
@@ -64,9 +65,9 @@ class MemorySession:
         """Keeps a delivery."""
         self.deliveries.append(sample)
 
-    def put_attempts(self, attempts: Sequence[AttemptRecord]) -> None:
+    def put_attempts(self, attempts: Sequence[ClosedAttempt]) -> None:
         """Keeps attempts."""
-        self.attempts.extend(attempts)
+        self.attempts.extend(attempt.resolve() for attempt in attempts)
 
     def put_modules(self, modules: tuple[ModuleRecord, ...]) -> None:
         """Keeps the catalog."""

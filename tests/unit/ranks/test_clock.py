@@ -28,7 +28,7 @@ class _Loop:
         started = self.clock.forward_started(
             grad_enabled=grad, now_s=self.tick(), now_us=int(self.now * 1_000_000)
         )
-        self.records += started.closed
+        self.records += [attempt.resolve() for attempt in started.closed]
         self.positions.append(started.position)
         self.clock.forward_ended(self.tick(), sync)
         return started.position
@@ -44,7 +44,7 @@ class _Loop:
         self.clock.step_skipped(key, self.tick(), found_inf=1.0)
 
     def close(self):
-        closed = self.clock.close(self.tick())
+        closed = tuple(attempt.resolve() for attempt in self.clock.close(self.tick()))
         self.records += closed
         return closed
 

@@ -44,7 +44,7 @@ class _Training:
 
     def step(self, scaler, optimizer, *, overflow=False):
         started = self.clock.forward_started(grad_enabled=True, now_s=0.0, now_us=0)
-        self.records += started.closed
+        self.records += [attempt.resolve() for attempt in started.closed]
         loss = self.model(torch.full((1, 1), float("inf") if overflow else 1.0)).sum()
         self.clock.forward_ended(0.0, GradSync.NOT_DISTRIBUTED)
         optimizer.zero_grad()
@@ -53,7 +53,7 @@ class _Training:
         scaler.update()
 
     def close(self):
-        self.records += self.clock.close(0.0)
+        self.records += [attempt.resolve() for attempt in self.clock.close(0.0)]
         return [(r.outcome, r.evidence, r.found_inf) for r in self.records]
 
 

@@ -14,6 +14,7 @@ from typing_extensions import override
 from torchinstruments.records import (
     AttemptRecord,
     Claim,
+    ClosedAttempt,
     ErrorRecord,
     Identity,
     ModuleRecord,
@@ -141,7 +142,7 @@ def test_a_delivery_waits_for_its_run_and_then_hands_over_in_order() -> None:
     delivery = Delivery()
     delivery.put_modules((module(0),))
     delivery.put_sample(Deferred(0))
-    delivery.put_attempts([attempt(0)])
+    delivery.put_attempts([ClosedAttempt(attempt(0))])
     assert THREAD_NAME not in [thread.name for thread in threading.enumerate()]
 
     delivery.start(run_record(), [sink])
@@ -367,7 +368,7 @@ def test_after_closing_nothing_is_taken_and_no_thread_is_left() -> None:
     delivery.close(WAIT_S)
 
     delivery.put_sample(Deferred(0))
-    delivery.put_attempts([attempt(0)])
+    delivery.put_attempts([ClosedAttempt(attempt(0))])
     delivery.start(run_record(), [keeper])
 
     assert len(delivery._outbox) == 0
@@ -428,7 +429,7 @@ def test_a_forked_child_takes_nothing_and_closes_at_once() -> None:
     child = os.fork()
     if child == 0:
         delivery.put_sample(Deferred(1))
-        delivery.put_attempts([attempt(0)])
+        delivery.put_attempts([ClosedAttempt(attempt(0))])
         quiet = len(delivery._outbox) == 0 and delivery.flush(WAIT_S) and delivery.close(WAIT_S)
         os._exit(0 if quiet else 1)
     _, status = os.waitpid(child, 0)
@@ -531,7 +532,7 @@ def test_what_comes_after_the_close_is_counted_and_told_once() -> None:
 
     for ordinal in range(3):
         delivery.put_sample(Deferred(ordinal, num_scalars=7))
-    delivery.put_attempts([attempt(0)])
+    delivery.put_attempts([ClosedAttempt(attempt(0))])
 
     assert delivery.rows_dropped == 21
     [message] = told

@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 
 from torchinstruments.config import HistoryConfig
-from torchinstruments.records import ErrorRecord
+from torchinstruments.records import ClosedAttempt, ErrorRecord
 from torchinstruments.sinks.delivery import Delivery
 from torchinstruments.sinks.directory import RankFolderSink
 from torchinstruments.sinks.event_files import HistogramFiles, _file_version
@@ -60,7 +60,7 @@ def test_what_is_put_lies_in_the_folder_after_the_close(tmp_path: Path) -> None:
     delivery.put_modules((module(0), module(1)))
     for sample in samples():
         delivery.put_sample(Resolved(sample))
-    delivery.put_attempts([attempt(0)])
+    delivery.put_attempts([ClosedAttempt(attempt(0))])
     delivery.put_error(ErrorRecord("reducer", "layer99", "ValueError", "odd"))
 
     delivery.start(run_record(), [directory_sink(tmp_path)])

@@ -3,7 +3,7 @@
 import threading
 from dataclasses import dataclass
 
-from torchinstruments.records import ErrorRecord, Sample
+from torchinstruments.records import ClosedAttempt, ErrorRecord, Sample
 from torchinstruments.sinks.outbox import Attempts, BoundedOutbox, Dropped, describe
 from unit.store.material import attempt, forward
 
@@ -28,7 +28,12 @@ def drain(outbox: BoundedOutbox) -> list[object]:
 def test_things_come_out_in_the_order_they_were_put():
     """Samples, attempts and errors share one queue."""
     outbox = BoundedOutbox()
-    things = [Deferred(1), Attempts((attempt(0),)), Deferred(2), ErrorRecord("sink", "", "E", "m")]
+    things = [
+        Deferred(1),
+        Attempts((ClosedAttempt(attempt(0)),)),
+        Deferred(2),
+        ErrorRecord("sink", "", "E", "m"),
+    ]
     for thing in things:
         outbox.put_sample(thing) if isinstance(thing, Deferred) else outbox.put_records(thing)
 
@@ -74,7 +79,7 @@ def test_beyond_its_records_attempts_are_dropped_and_counted():
     outbox = BoundedOutbox(max_records=3)
 
     for number in range(5):
-        outbox.put_records(Attempts((attempt(number), attempt(number, 1))))
+        outbox.put_records(Attempts((ClosedAttempt(attempt(number)), ClosedAttempt(attempt(number, 1)))))
 
     assert len(outbox) == 1
     assert outbox.dropped == Dropped(records=8)
@@ -86,7 +91,7 @@ def test_what_was_taken_makes_room():
 
     for number in range(20):
         outbox.put_sample(Deferred(10))
-        outbox.put_records(Attempts((attempt(number),)))
+        outbox.put_records(Attempts((ClosedAttempt(attempt(number)),)))
         drain(outbox)
 
     assert outbox.dropped == Dropped()
