@@ -179,6 +179,7 @@ class Reason(StrEnum):
     REENTRANT_CHECKPOINT = "reentrant_checkpoint"
     INSIDE_COMPILED = "inside_compiled"
     INSIDE_FUSED = "inside_fused"
+    SCRIPTED_MODULE = "scripted_module"
     UNREADABLE_OUTPUT = "unreadable_output"
     GRAPH_CAPTURE = "graph_capture"
     OVER_DEVICE_BUDGET = "over_device_budget"

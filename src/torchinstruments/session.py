@@ -26,6 +26,7 @@ from torchinstruments.enrolment import (
 )
 from torchinstruments.errors import ConfigurationError, TorchInstrumentsError
 from torchinstruments.observe.emptiness import likely_reason
+from torchinstruments.observe.unseen import TRACING
 from torchinstruments.ranks.identity import configured_run_id, discover, world_of_one
 from torchinstruments.records import (
     ClosedAttempt,
@@ -98,6 +99,7 @@ class RunSession:
         self._enrolment: Enrolment | None = None
         self._enrolling: threading.Thread | None = None
         self._observing = True
+        self._wants_histograms = True
         self._warned: set[str] = set()
         self._is_closed = False
         self._attached_s = time.monotonic()
@@ -163,6 +165,13 @@ class RunSession:
         _WAITING.add(self)
         self._enrolling.start()
         return self._observing
+
+    def wants_histograms(self) -> bool:
+        """Returns whether anyone keeps histograms of this rank (training or autograd thread, hot path).
+
+        True until the ranks have agreed who leads: what is taken before that may be kept by nobody.
+        """
+        return self._wants_histograms
 
     def put_sample(self, sample: DeferredSample) -> None:
         """Takes one delivery of a sample (training thread, hot path)."""
@@ -236,7 +245,12 @@ class RunSession:
         counted = self._source()
         if self._observing and counted.samples == 0 and counted.missed == 0:
             elapsed_s = time.monotonic() - self._attached_s
-            reason = likely_reason(self._plan.sampling, forwards=counted.forwards, elapsed_s=elapsed_s)
+            reason = likely_reason(
+                self._plan.sampling,
+                forwards=counted.forwards,
+                elapsed_s=elapsed_s,
+                traced=counted.errors.get(TRACING, 0),
+            )
             self._warn("empty", f"the run has no sample: {reason}")
 
     def finish_enrolment(self, timeout_s: float) -> None:
@@ -320,10 +334,13 @@ class RunSession:
             report=self._delivery.report,
             spool_path=enrolment.spool_path,
         )
+        histograms = self._open_histogram_files(identity, enrolment)
+        # Any sink of the user may read them.
+        self._wants_histograms = histograms is not None or bool(self._sinks)
         folder = RankFolderSink(
             self._writer,
             enrolment.copy_folder,
-            histograms=self._open_histogram_files(identity, enrolment),
+            histograms=histograms,
             report=self._delivery.report,
         )
         self._delivery.start(enrolment.run, [folder, *self._sinks], identity=identity, claim=enrolment.claim)

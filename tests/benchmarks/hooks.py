@@ -7,11 +7,12 @@ rounds of the variant's time to the bare time of its own round; behind it stand 
 Times are processor seconds of the process, writer thread left out: samples are not resolved. Where the ratio
 of an unsampled step drowns in the control, the microseconds that it adds, printed first, are a better guide.
 
-    python tests/benchmarks/hooks.py [--rounds 30]
+    python tests/benchmarks/hooks.py [--rounds 15]
 """
 
 import argparse
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -44,6 +45,10 @@ class Discarding:
 
     def begin(self) -> bool:
         """Observes."""
+        return True
+
+    def wants_histograms(self) -> bool:
+        """Lets them be taken, so that they cost what they cost."""
         return True
 
     def put_sample(self, sample: DeferredSample) -> None:
@@ -166,7 +171,7 @@ def seconds(step: Callable[[nn.Module, torch.Tensor], None], model: nn.Module, x
     gc.disable()
     try:
         began_s = time.process_time()
-        while elapsed_s < STEP_S or num_steps < 3:
+        while elapsed_s < STEP_S:
             step(model, x)
             num_steps += 1
             elapsed_s = time.process_time() - began_s
@@ -181,9 +186,10 @@ def ratios(
     """For each variant its ratios to the bare step of the same round."""
     found: dict[str, list[float]] = {variant.name: [] for variant in VARIANTS[1:]}
     for number in range(rounds):
-        shift = number % len(VARIANTS)
+        # Any order: what one variant leaves behind in caches and allocators falls on each of the others.
+        order = random.Random(number).sample(VARIANTS, len(VARIANTS))
         times: dict[str, float] = {}
-        for variant in (*VARIANTS[shift:], *VARIANTS[:shift]):
+        for variant in order:
             observer = attach(model, variant)
             times[variant.name] = seconds(step, model, x)
             if observer is not None:
@@ -222,7 +228,7 @@ def table(rows: Iterable[Sequence[str]]) -> str:
 def main() -> None:
     """Prints one table for each model and step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=30, help="rounds over all variants (default 30)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds over all variants (default 15)")
     rounds = parser.parse_args().rounds
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -232,6 +238,9 @@ def main() -> None:
         "transformer, 4 layers, d 64, 2 x 16": transformer(64, 2, 16),
         "transformer, 4 layers, d 256, 8 x 64": transformer(256, 8, 64),
     }
+    # What is alive by now stays so, and need not be looked through before each measurement.
+    gc.collect()
+    gc.freeze()
     for title, (model, x) in models.items():
         for step in (forward_alone, forward_and_backward):
             rows: list[list[str]] = [["variant", "x bare", "quartiles"]]

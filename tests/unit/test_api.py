@@ -186,6 +186,26 @@ def test_an_attached_model_that_is_never_called_says_so(tmp_path: Path) -> None:
     assert json.loads(manifest.read_text())["status"] == "closed"
 
 
+def test_a_model_that_is_only_traced_says_so(tmp_path: Path) -> None:
+    """The warning counts what was traced, by whatever means, and the manifest says by which."""
+    model = make_model()
+    x = torch.randn(3, 4)
+    inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler())
+    torch.jit.trace(model, x, check_trace=False)
+    for _ in range(2):
+        torch.export.export(model, (x,))
+    with pytest.warns(RuntimeWarning, match="was only traced, 3 times") as caught:
+        remove_observer(model)
+    assert len(caught) == 1
+    (path,) = (tmp_path / "run").glob("process-*.json")
+    manifest = json.loads(path.read_text())
+    assert manifest["counters"]["errors"] == {"tracing": 3}
+    assert [error["message"] for error in manifest["errors"]] == [
+        "1 forward under torch.jit.trace was not observed",
+        "2 forwards under torch.export were not observed",
+    ]
+
+
 def test_a_model_without_parameters_is_observed(tmp_path: Path) -> None:
     """Nothing to step and no gradient: outputs are stored all the same."""
     model = nn.Sequential(nn.ReLU(), nn.Flatten())

@@ -5,20 +5,24 @@ hook every part for good would make each unsampled forward pay. So parts are wat
 expected to need them: from attach to the first forward of the model, and from the end of a sampled forward to
 the begin of the next one. What is counted there is told once, at the end, and stands for more.
 
-A part is watched without a hook, through the slot of its call (`observe.slots`). Steps of the model's
-optimizers without a call of the model are evidence that costs nothing at all.
+A part is watched without a hook, through the slot of its call (`observe.slots`), and where direct forwards
+are captured through an override of its ``forward`` too (`observe.direct`). Steps of the model's optimizers
+without a call of the model are evidence that costs nothing at all.
 """
 
+import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from typing_extensions import override
 
+from torchinstruments.observe.direct import ForwardOverride, replicated
 from torchinstruments.observe.engine import is_in_backward, tracing
 from torchinstruments.observe.slots import CallSlot
 from torchinstruments.observe.stack import callers, runs_for
@@ -27,7 +31,7 @@ from torchinstruments.records import ClosedAttempt
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["MAX_COUNTED", "MAX_PARTS", "Bypass", "CallSentry"]
+__all__ = ["MAX_COUNTED", "MAX_PARTS", "Bypass", "CallSentry", "DirectSentry"]
 
 MAX_PARTS = 4_096
 """Parts of a model that are watched."""
@@ -64,12 +68,58 @@ class CallSentry(CallSlot):
         return self._run_below(module, caller, args, kwargs)
 
 
+class DirectSentry:
+    """Tells of the direct forwards of a module.
+
+    Args:
+        name: Of the module, as the program reaches it.
+        tell: Takes the name, and the frame that made the call; it never raises.
+    """
+
+    __slots__ = ("_name", "_override", "_tell")
+
+    def __init__(self, name: str, tell: "Callable[[str, FrameType | None], None]") -> None:
+        self._name = name
+        self._tell = tell
+        self._override: ForwardOverride | None = None
+
+    def install(self, module: nn.Module) -> ForwardOverride:
+        """Puts an override into the module, the same as before where that can be (training thread)."""
+        override = self._override
+        if override is None or not override.renew(self):
+            override = self._override = ForwardOverride(module, self)
+        override.install(clean_copies=True)
+        return override
+
+    def sees(self) -> bool:
+        """Returns that it is to be told of every forward (training thread, hot path)."""
+        return True
+
+    def started(self, module: nn.Module) -> None:  # noqa: ARG002 - known by its name
+        """Takes the begin of a direct forward (training thread, hot path)."""
+        # Above this frame lie the two of the override, which count as a call of the module already.
+        self._tell(self._name, sys._getframe(3))  # noqa: SLF001 - nothing else tells
+
+    def ended(self, output: object, *, failed: bool) -> None:
+        """Does nothing: it was counted when it began."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A module of the model, and who tells of its calls and, where they are watched, its direct forwards."""
+
+    module: weakref.ref[nn.Module]
+    calls: CallSentry
+    direct: DirectSentry | None
+
+
 class Bypass:
     """Counts calls of a model's parts that are no part of a call of the model.
 
     Args:
         root: The attached model; it and its parts are held weakly.
-        captures_direct_forwards: Whether ``root.forward(x)`` is seen by other means.
+        captures_direct_forwards: Whether ``root.forward(x)`` is seen by other means, and direct forwards of
+            parts are watched.
     """
 
     def __init__(self, root: nn.Module, *, captures_direct_forwards: bool) -> None:
@@ -78,11 +128,11 @@ class Bypass:
         self._root = weakref.ref(root)
         self._captures_direct_forwards = captures_direct_forwards
         self._root_code = getattr(getattr(type(root), "forward", None), "__code__", None)
-        self._parts: list[tuple[weakref.ref[nn.Module], CallSentry]] = []
+        self._parts: list[_Part] = []
         self._ids: frozenset[int] = frozenset()
         self._lock = threading.RLock()
         self._arming = threading.Lock()
-        self._armed: list[CallSentry] = []
+        self._armed: list[CallSentry | ForwardOverride] = []
         self._num_calls = 0
         self._names: Counter[str] = Counter()
         self._saw_forward = False
@@ -94,15 +144,20 @@ class Bypass:
         root = self._root()
         if root is None:
             return
+        left_alone = replicated(root)
         self._parts = [
-            (weakref.ref(module), CallSentry(name, module, self._tell))
+            _Part(
+                weakref.ref(module),
+                CallSentry(name, module, self._tell),
+                DirectSentry(name, self._tell)
+                if self._captures_direct_forwards and id(module) not in left_alone
+                else None,
+            )
             for (name, module), _ in zip(root.named_modules(), range(MAX_PARTS), strict=False)
             if module is not root and not isinstance(module, torch.jit.ScriptModule)
         ]
         # Not by its truth: a container that is empty, or a compiled module, has another one or none.
-        self._ids = frozenset(
-            id(module) for reference, _ in self._parts if (module := reference()) is not None
-        )
+        self._ids = frozenset(id(module) for part in self._parts if (module := part.module()) is not None)
 
     def arm(self, compiled: frozenset[int] = frozenset()) -> None:
         """Begins to watch (training thread).
@@ -113,13 +168,15 @@ class Bypass:
         if self._armed or self._num_calls >= MAX_COUNTED or not self._arming.acquire(blocking=False):
             return
         try:
-            armed = []
-            for reference, sentry in self._parts:
-                module = reference()
+            armed: list[CallSentry | ForwardOverride] = []
+            for part in self._parts:
+                module = part.module()
                 if module is None or id(module) in compiled or _SLOT in module.__dict__:
                     continue
-                if sentry.install():
-                    armed.append(sentry)
+                if part.calls.install():
+                    armed.append(part.calls)
+                if part.direct is not None:
+                    armed.append(part.direct.install(module))
             self._armed = armed
         finally:
             self._arming.release()

@@ -139,11 +139,14 @@ class SampledForward:
         hookless = frozenset(layer.index for region in self._regions for layer in region.hookless)
         own = frozenset(region.own.index for region in self._regions if region.own is not None)
         for layer in self._layers:
-            if layer.is_root or not layer.takes_hooks:
+            if layer.is_root:
                 continue
             try:
+                if not layer.takes_hooks:
+                    self._note_unseen(layer, Reason.SCRIPTED_MODULE)
+                    continue
                 if id(layer.watched) in compiled:
-                    self._note_compiled(layer)
+                    self._note_unseen(layer, Reason.INSIDE_COMPILED, Execution.INSIDE_COMPILED)
                     continue
                 if layer.index not in own:
                     self._watch(layer, thread, takes_hook=layer.index not in hookless)
@@ -354,16 +357,12 @@ class SampledForward:
             reason = Reason.REENTRANT_CHECKPOINT.value
             take_absence(self._part, call, Signal.OUTPUT_GRADIENT, gradient_path(path), reason, output)
 
-    def _note_compiled(self, layer: Layer) -> None:
-        """Says of a layer that it runs inside compiled code."""
-        call = Call(
-            layer=layer,
-            call_index=0,
-            mode="train" if layer.module.training else "eval",
-            grad_enabled=self._position.grad_enabled,
-            execution=Execution.INSIDE_COMPILED,
-        )
-        take_absence(self._part, call, Signal.OUTPUT, "output", Reason.INSIDE_COMPILED.value)
+    def _note_unseen(self, layer: Layer, reason: Reason, execution: Execution = Execution.EAGER) -> None:
+        """Says of a layer why its calls cannot be seen, whether it is called or not."""
+        # A frozen script has no mode, for it is that of evaluation for good.
+        mode = "train" if getattr(layer.module, "training", False) else "eval"
+        call = Call(layer, 0, mode, self._position.grad_enabled, execution)
+        take_absence(self._part, call, Signal.OUTPUT, "output", reason.value)
 
     def _has_room(self) -> bool:
         """Returns whether another tensor may be measured; the first that may not is reported."""

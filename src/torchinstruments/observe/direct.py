@@ -122,6 +122,8 @@ class DirectLayer:
 class ForwardOverride:
     """Stands as ``forward`` in one module's ``__dict__``, from `install` to `remove`.
 
+    It passes for the method below it, whose source ``torch.jit.script`` reads.
+
     Args:
         module: The module; held weakly.
         observer: Told of direct forwards.
@@ -149,6 +151,26 @@ class ForwardOverride:
         module.__dict__[_FORWARD] = self
         if clean_copies and _STATE not in module.__dict__:
             module.__dict__[_STATE] = _CleanState(module, self)
+
+    def renew(self, observer: _Observer) -> bool:
+        """Has it tell again after `remove`, where nothing stood below it and nothing stands there now.
+
+        Compiled code knows it by its identity, and would be compiled anew for another one each time. But what
+        stands there may end in this one, which would then run itself (training thread).
+
+        Args:
+            observer: Told of direct forwards.
+
+        Returns:
+            Whether it may be installed again.
+        """
+        module = self._module()
+        if module is None or self._previous is not None or self._function is not None:
+            return False
+        if _FORWARD in module.__dict__:
+            return False
+        self._observer = observer
+        return True
 
     def remove(self) -> None:
         """Puts back what was there before, unless another tool has put something over it. Idempotent.
@@ -214,6 +236,11 @@ class ForwardOverride:
             raise
         observer.ended(output, failed=False)
         return output
+
+    @property
+    def __class__(self) -> type:
+        """That of the forward below, for whoever asks whether this is a method before reading its source."""
+        return type(self._below())
 
     @property
     def __signature__(self) -> inspect.Signature:

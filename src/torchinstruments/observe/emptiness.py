@@ -5,14 +5,21 @@ from collections.abc import Mapping
 __all__ = ["likely_reason"]
 
 
-def likely_reason(sampling: Mapping[str, object], *, forwards: int, elapsed_s: float) -> str:
-    """Returns the likely reason and the way out, as the second half of a sentence.
+def likely_reason(sampling: Mapping[str, object], *, forwards: int, elapsed_s: float, traced: int) -> str:
+    """Returns the likely reason and the way out, as the second half of a sentence (at close).
 
     Args:
         sampling: What ``run.json`` says of the sampler, as `sampling.describe` returns it.
         forwards: Root forwards that were seen.
         elapsed_s: Seconds from attach to close.
+        traced: Forwards that made a program, by ``torch.export`` for one, which are no root forwards.
     """
+    if forwards == 0 and traced:
+        return (
+            f"the attached module's forward was only traced, {traced} {'time' if traced == 1 else 'times'} "
+            f"(the errors in the manifest say by what), and nothing of that is measured; call the attached "
+            f"module itself, as model(...), for a program made of it has no hooks"
+        )
     if forwards == 0:
         return (
             "the attached module's forward was never called; attach to the module that the training loop "

@@ -4,12 +4,26 @@ Each of these is a look at a flag of the running thread and costs well below a m
 """
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch.autograd import Variable
 from torch.fx import _symbolic_trace
 
-__all__ = ["call_at_end_of_backward", "graph_task", "is_capturing_graph", "is_in_backward", "tracing"]
+__all__ = [
+    "EXPORT",
+    "call_at_end_of_backward",
+    "graph_task",
+    "is_capturing_graph",
+    "is_in_backward",
+    "run_while_traced",
+    "tracing",
+]
+
+EXPORT = "torch.export"
+"""What traces where ``torch.compiler.is_exporting()`` is true."""
+
+_Function = TypeVar("_Function", bound=Callable[..., None])
 
 
 def graph_task() -> int:
@@ -43,6 +57,17 @@ def tracing() -> str:
     if torch._C._get_tracing_state() is not None:  # noqa: SLF001 - torch.jit.is_tracing asks for scripting first
         return "torch.jit.trace"
     return "torch.fx" if _symbolic_trace._is_fx_tracing_flag else ""  # noqa: SLF001 - its function compiles too
+
+
+def run_while_traced(function: _Function) -> _Function:
+    """Has a compiler that traces a call of the function run it then and there, as no part of the program.
+
+    It does what ``torch.compiler.assume_constant_result`` does, which would import the compiler. Where torch
+    knows nothing of the mark, the function is traced; it has to do nothing then, which
+    ``torch.compiler.is_dynamo_compiling()`` tells it: true in what is traced, false in what runs.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
 
 
 def is_capturing_graph() -> bool:

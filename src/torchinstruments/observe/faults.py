@@ -81,7 +81,9 @@ class Faults:
                 f"training goes on, and further errors of this kind are only counted"
             )
 
-    def notice(self, probe: str, layer: str, sentence: str, *, is_worth_a_warning: bool = True) -> None:
+    def notice(
+        self, probe: str, layer: str, sentence: str, *, is_worth_a_warning: bool = True, times: int = 1
+    ) -> None:
         """Takes what is no error but has to be known: kept and counted, never raised (any thread).
 
         Args:
@@ -89,9 +91,10 @@ class Faults:
             layer: Name of the layer; ``""`` is the model itself.
             sentence: A whole sentence for the user.
             is_worth_a_warning: Whether the user is warned with it; once for each probe.
+            times: How often it happened, for the counts.
         """
         with self._lock:
-            self._counts[probe] += 1
+            self._counts[probe] += times
             is_new = (probe, "notice") not in self._warned
             self._warned.add((probe, "notice"))
         self._hold(probe, layer, RuntimeWarning.__name__, storable(sentence[:_MAX_MESSAGE_CHARACTERS]))

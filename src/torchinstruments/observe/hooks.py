@@ -5,7 +5,8 @@ hooks go with it: the copy would be observed as well, or could not be made at al
 is a callable that does nothing, and a pickle of one needs this package no more than the model did.
 
 Each returns at once while a compiler traces it. That test stands in ``__call__`` itself, before anything else
-is touched, so that a traced hook is an empty one.
+is touched, so that a traced hook is an empty one. Where ``torch.export`` traces, the root's pre-hook tells of
+it on the way, by a function that is run and not traced (`engine.run_while_traced`).
 """
 
 import contextlib
@@ -30,6 +31,10 @@ class _RootObserver(Protocol):
 
     def root_ended(self, output: object) -> None:
         """Takes the end of a call (training thread, hot path)."""
+        ...
+
+    def root_exported(self) -> None:
+        """Takes that ``torch.export`` traces a call; it never raises (exporting thread)."""
         ...
 
 
@@ -80,6 +85,8 @@ class RootPreHook(_HookThatStays):
     def __call__(self, module: nn.Module, _args: object) -> None:
         """Is called before the model's forward (training thread, hot path)."""
         if torch.compiler.is_compiling():
+            if torch.compiler.is_exporting():
+                self._observer.root_exported()
             return
         self._observer.root_started(module)
 

@@ -114,6 +114,11 @@ class Part:
     observations: list[Observation] = field(default_factory=list)
 
 
+def _always() -> bool:
+    """Someone keeps them."""
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """What is computed of the tensors of one observer.
@@ -122,11 +127,13 @@ class Recipe:
         reducers: Of every tensor.
         histograms: Of the tensors of layers in focus, in samples where they are due.
         focus: Indices of these layers.
+        wants_histograms: Asked for each part whether anyone would keep its histograms; must not raise.
     """
 
     reducers: tuple[Reducer, ...]
     histograms: tuple[HistogramReducer, ...] = ()
     focus: frozenset[int] = frozenset()
+    wants_histograms: Callable[[], bool] = _always
 
     def part(self, ordinal: int, on_error: Callable[[str, BaseException], None]) -> Part:
         """Returns an empty part (training or autograd thread, hot path).
@@ -135,7 +142,7 @@ class Recipe:
             ordinal: Of the sample; says which histograms are due.
             on_error: Takes errors of reducers.
         """
-        due = due_histograms(self.histograms, ordinal) if self.focus else ()
+        due = due_histograms(self.histograms, ordinal) if self.focus and self.wants_histograms() else ()
         return Part(
             ScalarBatch(self.reducers, on_error, histograms=due),
             histograms=tuple(histogram.name for histogram in due),

@@ -28,7 +28,13 @@ from torchinstruments.observe.calls import RootCall, RunningCalls
 from torchinstruments.observe.capture import SampledForward
 from torchinstruments.observe.counts import Counts
 from torchinstruments.observe.direct import DirectRoot, ForwardOverride, replicated
-from torchinstruments.observe.engine import is_capturing_graph, is_in_backward, tracing
+from torchinstruments.observe.engine import (
+    EXPORT,
+    is_capturing_graph,
+    is_in_backward,
+    run_while_traced,
+    tracing,
+)
 from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.fused import may_be_fused
 from torchinstruments.observe.gradients import GradientTracker
@@ -40,6 +46,7 @@ from torchinstruments.observe.selection import Layer, Selector, inside_compiled
 from torchinstruments.observe.session_protocol import Companion, ScaleSource, Session
 from torchinstruments.observe.slots import RootSlot, is_slot_free
 from torchinstruments.observe.stack import num_calls
+from torchinstruments.observe.unseen import report_out_of_reach, tell_unseen
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.grad_sync import read_grad_sync
 from torchinstruments.records import ClosedAttempt, Position, SampleState, ScaleProvenance
@@ -108,7 +115,7 @@ class RootProbe:
         self._companions = tuple(companions)
         self._selector_errors = tuple(selector_errors)
         self._tracker = GradientTracker(
-            recipe=Recipe(tuple(reducers), tuple(histograms), focus),
+            recipe=Recipe(tuple(reducers), tuple(histograms), focus, session.wants_histograms),
             faults=faults,
             scale=scale,
             deliver=self._deliver,
@@ -167,7 +174,7 @@ class RootProbe:
         self._finalizer.atexit = False
         self._is_armed = True
         self.tell_catalog()
-        self._report_what_is_out_of_reach(model)
+        report_out_of_reach(model, self._layers, self._selector_errors, self.faults)
         self._bypass.arm(inside_compiled(model))
 
     def detach(self) -> list[SampledForward]:
@@ -211,7 +218,7 @@ class RootProbe:
                 dropped = f"{self._clock.num_dropped_steps} steps in one attempt were more than are kept"
                 self.faults.report("optimizer", "", OverflowError(dropped))
             self.tell_catalog()
-        self._tell_what_was_not_seen()
+        tell_unseen(self._traced, self._bypass, self.faults)
 
     def disarm(self) -> None:
         """Makes it do nothing for ever (in a forked child, before anything else runs there)."""
@@ -259,6 +266,12 @@ class RootProbe:
             self._start(module)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self.faults.report("forward", "", error)
+
+    @run_while_traced
+    def root_exported(self) -> None:
+        """Takes that ``torch.export`` traces a call of the model; it never raises (exporting thread)."""
+        if self._is_armed and not torch.compiler.is_dynamo_compiling():
+            self._traced[EXPORT] += 1
 
     def _is_outermost(self, module: nn.Module) -> bool:
         """Returns whether a call of the model is a root forward (training thread, hot path)."""
@@ -433,29 +446,6 @@ class RootProbe:
         """Leaves the attempts of a window that closed with the session (training thread, hot path)."""
         self._bypass.attempts_closed(attempts)
         self.session.put_attempts(attempts)
-
-    def _report_what_is_out_of_reach(self, model: nn.Module) -> None:
-        """Reports what cannot be observed of a model that was just attached."""
-        for layer, error in self._selector_errors:
-            self.faults.report("selector", layer, error)
-        self._layers.report_out_of_reach(model)
-        if replicated(model):
-            self.faults.notice(
-                "forward",
-                "",
-                "torch.nn.DataParallel runs copies of the model on several devices, in threads of their own, "
-                "whose layers are not measured; use DistributedDataParallel, with a rank a device",
-            )
-
-    def _tell_what_was_not_seen(self) -> None:
-        """Tells of calls that are not in any count of forwards (training thread, at the end)."""
-        for kind, number in self._traced.items():
-            forwards = "forward" if number == 1 else "forwards"
-            sentence = f"{number} {forwards} under {kind} {'was' if number == 1 else 'were'} not observed"
-            self.faults.notice("tracing", "", sentence, is_worth_a_warning=False)
-        sentence = self._bypass.sentence()
-        if sentence:
-            self.faults.notice("bypassed", "", sentence)
 
 
 def refuse_scripted(model: nn.Module) -> None:

@@ -34,6 +34,13 @@ class Session(Outbox, Protocol):
         """
         ...
 
+    def wants_histograms(self) -> bool:
+        """Returns whether anyone keeps histograms of this rank (training or autograd thread, hot path).
+
+        True until it is known.
+        """
+        ...
+
     def counters(self, observed: Counters) -> Counters:
         """Returns what the observer counted, with rows, parts, bytes, writer seconds added (any thread)."""
         ...

@@ -41,6 +41,10 @@ class _RootObserver(Protocol):
         """Takes the end of a call (training thread, hot path)."""
         ...
 
+    def root_exported(self) -> None:
+        """Takes that ``torch.export`` traces a call; it never raises (exporting thread)."""
+        ...
+
 
 class _LayerObserver(Protocol):
     """Who measures the outputs of layers during one forward."""
@@ -102,6 +106,8 @@ class CallSlot:
         module = self._module()
         assert module is not None, "whoever calls a module holds it"
         if torch.compiler.is_compiling():
+            if torch.compiler.is_exporting():
+                self.exported()
             return module._call_impl(*args, **kwargs)  # noqa: SLF001 - what an empty slot runs
         caller: FrameType | None = sys._getframe(1)  # noqa: SLF001 - nothing else tells
         if caller is not None and caller.f_code is _WRAPPED_CALL:
@@ -122,6 +128,9 @@ class CallSlot:
             kwargs: Of the call.
         """
         return self._run_below(module, caller, args, kwargs)
+
+    def exported(self) -> None:
+        """Takes that ``torch.export`` traces a call of the module; nothing to most (exporting thread)."""
 
     def _run_below(
         self, module: nn.Module, caller: "FrameType | None", args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -173,6 +182,11 @@ class RootSlot(CallSlot):
             raise
         self._observer.root_ended(output)
         return output
+
+    @override
+    def exported(self) -> None:
+        """Tells that ``torch.export`` traces a call of the model (exporting thread)."""
+        self._observer.root_exported()
 
 
 class _SampledSlot(CallSlot):

@@ -186,9 +186,12 @@ class ScalarBatch:
                 value = found if isinstance(found, Absent) else found.get(metric, _LOST)
             else:
                 value = one
-            is_absent = isinstance(value, Absent)
-            values.append(None if is_absent else value)
-            reasons.append(value.reason if is_absent else "")
+            if isinstance(value, Absent):
+                values.append(None)
+                reasons.append(value.reason)
+            else:
+                values.append(value)
+                reasons.append("")
         return MeasuredScalars(tuple(held), tuple(values), tuple(reasons))
 
     def read_histograms(self, index: int) -> tuple[MeasuredHistogram, ...]:
@@ -293,11 +296,11 @@ class ScalarBatch:
         if failure is not None or taken.look is None:
             self._fail(reducer, failure or RuntimeError("the tensor was not looked at"), taken.held)
             return
-        derived = Derived(reducer, taken.look)
-        if taken.held:
-            self._keep(reducer, dict.fromkeys(reducer.metrics, derived), taken.held)
+        derived = dict.fromkeys(reducer.metrics, Derived(reducer, taken.look))
+        if taken.held.keys().isdisjoint(derived):
+            taken.held.update(derived)
         else:
-            taken.held = dict.fromkeys(reducer.metrics, derived)
+            self._keep(reducer, derived, taken.held)
 
     def _fail(self, reducer: Reducer, error: Exception, held: dict[str, Held]) -> None:
         """Puts an exception in the place of all values of a reducer."""

@@ -2,7 +2,7 @@
 
 Both paths, NumPy on the host and torch operations on an accelerator, end here: they gather the same raw
 facts (counts, moments, order statistics), and one function turns them into values and reason codes. So the
-two cannot differ in what a number means.
+two cannot differ in what a number means. `fact_columns` does the same for many small tensors at once.
 """
 
 import math

@@ -32,6 +32,10 @@ class Look(Protocol):
         """Returns what was measured; may raise what prevented it (writer thread)."""
         ...
 
+    def values(self, reducer: FactsReducer) -> Mapping[str, float | Absent]:
+        """Returns what a reducer makes of it; may raise what prevented it (writer thread)."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
@@ -42,6 +46,10 @@ class Seen:
     def measured(self) -> Measured:
         """Returns what was measured."""
         return self.result
+
+    def values(self, reducer: FactsReducer) -> Mapping[str, float | Absent]:
+        """Returns what a reducer makes of it."""
+        return reducer.values(self.result.facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,10 @@ class SeenOnDevice:
         """Waits for the copy and returns what was measured."""
         return self.finish(self.numbers.read(self.where))
 
+    def values(self, reducer: FactsReducer) -> Mapping[str, float | Absent]:
+        """Waits for the copy and returns what a reducer makes of it."""
+        return reducer.values(self.measured().facts)
+
 
 @dataclass(frozen=True, slots=True)
 class Derived:
@@ -66,7 +78,7 @@ class Derived:
 
     def values(self) -> Mapping[str, float | Absent]:
         """Returns the values by metric."""
-        return self.reducer.values(self.look.measured().facts)
+        return self.look.values(self.reducer)
 
 
 @dataclass(frozen=True, slots=True)

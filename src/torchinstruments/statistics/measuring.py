@@ -15,6 +15,7 @@ from torchinstruments.records import Absent
 from torchinstruments.statistics.bins import BinRule
 from torchinstruments.statistics.contract import Packed
 from torchinstruments.statistics.device import pack_facts
+from torchinstruments.statistics.fact_columns import FactColumns
 from torchinstruments.statistics.facts import Facts
 from torchinstruments.statistics.host import measure_on_host
 from torchinstruments.statistics.measured import Measured
@@ -48,6 +49,15 @@ class FactsReducer:
     def values(self, facts: Facts) -> Mapping[str, float | Absent]:
         """Returns values by metric, each finite or with the reason why it is missing (any thread)."""
         raise NotImplementedError
+
+    def rows(self, columns: FactColumns) -> Sequence[Sequence[float | Absent]] | None:  # noqa: ARG002 - a seam
+        """Returns the values of many tensors at once (writer thread).
+
+        Returns:
+            For each row its values in the order of `metrics`, equal to those of `values`; None where the
+            reducer makes them one tensor at a time.
+        """
+        return None
 
     def __call__(self, tensor: torch.Tensor, /) -> Mapping[str, float | Absent]:
         """Returns values by metric.

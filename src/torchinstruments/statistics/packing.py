@@ -9,15 +9,18 @@ Every dtype of at most 32 bits fits float32 or float64 exactly. Rows do not see 
 do not depend on its neighbours.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
+from torchinstruments.records import Absent
 from torchinstruments.statistics.bins import Binned, BinRule, bin_edges, thresholds
-from torchinstruments.statistics.facts import QUARTERS, Facts
+from torchinstruments.statistics.fact_columns import FactColumns
+from torchinstruments.statistics.facts import QUARTERS
 from torchinstruments.statistics.measured import Measured
-from torchinstruments.statistics.moments import NO_MOMENTS, Array, exponents_of, resolve
+from torchinstruments.statistics.measuring import FactsReducer
+from torchinstruments.statistics.moments import Array, exponents_of
 
 __all__ = ["MAX_PACKED_ENTRIES", "PackedPlace", "SmallTensors"]
 
@@ -68,6 +71,14 @@ class PackedPlace:
             RuntimeError: The matrix could not be measured, and why.
         """
         return self._block.measured(self._row)
+
+    def values(self, reducer: FactsReducer) -> Mapping[str, float | Absent]:
+        """Returns what a reducer makes of it (writer thread).
+
+        Raises:
+            Exception: The matrix could not be measured, or what the reducer raised.
+        """
+        return self._block.values(self._row, reducer)
 
 
 class SmallTensors:
@@ -137,10 +148,8 @@ class _Block:
         self._sizes: list[int] = []
         self._rules: dict[int, tuple[BinRule, ...]] = {}
         self._binned: dict[int, dict[BinRule, Binned]] = {}
-        self._num_finite: list[int] = []
-        self._num_zero: list[int] = []
-        self._sums: list[list[float]] = []
-        self._found: list[list[float]] = []
+        self._columns: FactColumns | None = None
+        self._values: dict[FactsReducer, Sequence[Sequence[float | Absent]] | None] = {}
         self._failure = "they were never measured"
 
     @property
@@ -204,10 +213,16 @@ class _Block:
         np.multiply(shifted, shifted, out=shifted)
         total_squares = np.add.reduce(shifted, axis=1)
         self._bin(rows, first.tolist(), stop.tolist(), low, high)
-        self._num_finite = num_finite.tolist()
-        self._num_zero = np.count_nonzero(rows == 0, axis=1).tolist()
-        self._sums = np.stack((total, total_squares, pivot, exponents), axis=1).tolist()
-        self._found = found.tolist()
+        self._columns = FactColumns(
+            num_entries=sizes,
+            num_zero=np.count_nonzero(rows == 0, axis=1),
+            num_finite=num_finite,
+            total=total,
+            total_squares=total_squares,
+            scaled_pivot=pivot,
+            exponent=exponents,
+            ordered=found,
+        )
 
     def _bin(self, rows: Array, first: list[int], stop: list[int], low: Array, high: Array) -> None:
         """Counts what lies between the edges of the histograms."""
@@ -229,23 +244,31 @@ class _Block:
         Raises:
             RuntimeError: It was not, and why.
         """
-        if not self._found:
+        binned = tuple(self._binned[row][rule] for rule in self._rules[row]) if row in self._binned else ()
+        return Measured(self._measured_columns().facts(row), binned)
+
+    def values(self, row: int, reducer: FactsReducer) -> Mapping[str, float | Absent]:
+        """Returns what a reducer makes of a row; what it can, it makes of all of them at the first one.
+
+        Raises:
+            RuntimeError: Nothing was measured, and why.
+        """
+        if reducer not in self._values:
+            self._values[reducer] = reducer.rows(self._measured_columns())
+        rows = self._values[reducer]
+        if rows is None:
+            return reducer.values(self._measured_columns().facts(row))
+        return dict(zip(reducer.metrics, rows[row], strict=True))
+
+    def _measured_columns(self) -> FactColumns:
+        """Returns what was measured.
+
+        Raises:
+            RuntimeError: Nothing was, and why.
+        """
+        if self._columns is None:
             raise RuntimeError(self._failure)
-        num_entries, num_finite = self._sizes[row], self._num_finite[row]
-        if num_finite == 0:
-            return Measured(Facts(num_entries, 0, num_entries, NO_MOMENTS, 0.0, 0.0))
-        total, total_squares, pivot, exponent = self._sums[row]
-        low, high, *found = self._found[row]
-        facts = Facts(
-            num_entries=num_entries,
-            num_zero=self._num_zero[row],
-            num_nonfinite=num_entries - num_finite,
-            moments=resolve(total, total_squares, num_finite, pivot, int(exponent)),
-            minimum=low,
-            maximum=high,
-            quartiles=tuple(zip(found[::2], found[1::2], strict=True)),
-        )
-        return Measured(facts, tuple(self._binned[row][rule] for rule in self._rules.get(row, ())))
+        return self._columns
 
 
 def _ranks(num_finite: Array) -> Array:

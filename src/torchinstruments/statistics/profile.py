@@ -9,12 +9,13 @@ all entries of the tensor, those that are not finite included. Negative zero is 
 A thread that flushes denormal numbers (``torch.set_flush_denormal``) sees them as zeros here too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from typing_extensions import override
 
 from torchinstruments.records import Absent
+from torchinstruments.statistics.fact_columns import FactColumns, profile_rows
 from torchinstruments.statistics.facts import PROFILE_METRICS, Facts, named_values
 from torchinstruments.statistics.measuring import MAX_SCRATCH_BYTES, FactsReducer
 
@@ -50,3 +51,8 @@ class ExactProfile(FactsReducer):
     def values(self, facts: Facts) -> Mapping[str, float | Absent]:
         """Returns the nine statistics."""
         return named_values(facts)
+
+    @override
+    def rows(self, columns: FactColumns) -> Sequence[Sequence[float | Absent]]:
+        """Returns the nine statistics of many tensors."""
+        return profile_rows(columns)

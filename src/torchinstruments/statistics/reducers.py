@@ -9,7 +9,8 @@ from typing_extensions import override
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.records import Absent
 from torchinstruments.statistics.contract import Reducer, Scalar, known_metrics, reducer_name
-from torchinstruments.statistics.facts import EMPTY, Facts, moment_values
+from torchinstruments.statistics.fact_columns import FactColumns, moment_rows
+from torchinstruments.statistics.facts import EMPTY, MOMENT_METRICS, Facts, moment_values
 from torchinstruments.statistics.measuring import FactsReducer, look
 from torchinstruments.statistics.profile import ExactProfile
 
@@ -54,6 +55,12 @@ class MomentReducer(FactsReducer):
     def values(self, facts: Facts) -> Mapping[str, float | Absent]:
         """Returns the statistic by its name."""
         return {self.metric: moment_values(facts)[self.metric]}
+
+    @override
+    def rows(self, columns: FactColumns) -> Sequence[Sequence[float | Absent]]:
+        """Returns the statistic of many tensors."""
+        place = MOMENT_METRICS.index(self.metric)
+        return [row[place : place + 1] for row in moment_rows(columns)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class MemorySession:
         self.modules: tuple[ModuleRecord, ...] = ()
         self.errors: list[ErrorRecord] = []
         self.begins = begins
+        self.keeps_histograms = True
         self.num_begun = 0
         self.num_closed = 0
         self.sink_error: BaseException | None = None
@@ -60,6 +61,10 @@ class MemorySession:
         """Counts, and answers as it was told to."""
         self.num_begun += 1
         return self.begins
+
+    def wants_histograms(self) -> bool:
+        """Answers as it was told to."""
+        return self.keeps_histograms
 
     def put_sample(self, sample: DeferredSample) -> None:
         """Keeps a delivery."""

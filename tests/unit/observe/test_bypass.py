@@ -108,6 +108,98 @@ def test_captured_direct_forwards_are_no_bypass(session: MemorySession) -> None:
     assert "capture_direct_forwards" not in told(session)[0]
 
 
+def test_direct_forwards_of_parts_are_counted_where_they_are_captured(session: MemorySession) -> None:
+    """Once each, as calls are: not those inside a forward of the model or of a part, nor a call's own."""
+
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = Direct.Encoder()
+            self.head = nn.Linear(2, 2)
+
+        class Encoder(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first = nn.Linear(2, 2)
+                self.second = nn.Linear(2, 2)
+
+            @override
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.second(self.first.forward(x))
+
+        @override
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head.forward(self.encoder.forward(x))
+
+    model = Direct()
+    observer = observe(model, session, capture_direct_forwards=True, sampler=EveryNForwardsSampler(2))
+    expected = [model.encoder(X), model.encoder.forward(X), model.head.forward(X), model(X), model.forward(X)]
+    for _ in range(3):
+        model.head.forward(X)
+        model.encoder.forward(X)
+    assert torch.equal(expected[0], expected[1])
+    assert torch.equal(expected[3], expected[4])
+    model(X)
+    model.head.forward(X)
+    with pytest.warns(RuntimeWarning, match="calls of parts of the model") as caught:
+        observer.close()
+    assert len(caught) == 1
+    (sentence,) = told(session)
+    assert sentence.startswith("at least 9 calls of parts of the model ('encoder', 'head') ran outside")
+    assert traces(model) == {}
+    assert len(session.samples()) == 1
+
+
+def test_direct_forwards_of_parts_that_are_no_bypass_are_not_counted(session: MemorySession) -> None:
+    """Recomputation in a backward, pauses, traces, copies and other models."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Linear(2, 2)
+
+        @override
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.block.forward, x, use_reentrant=False)
+
+    class Around(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        @override
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block.forward(x)
+
+    model = Checkpointed()
+    observer = observe(model, session, capture_direct_forwards=True)
+    twin = copy.deepcopy(model)
+    assert traces(twin) == {}
+    assert "forward" not in vars(pickle.loads(pickle.dumps(model.block)))
+    for _ in range(3):
+        twin.block.forward(X)
+        with observer.paused():
+            model.block.forward(X)
+        torch.jit.trace(Around(model.block), X, check_trace=False)
+        model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    observer.close()
+    assert session.errors == []
+
+
+def test_parts_that_are_copied_for_several_devices_are_watched_without_an_override(
+    session: MemorySession,
+) -> None:
+    """An override would run the original in place of a replica; calls are counted all the same."""
+    parallel: Any = nn.DataParallel(Model())
+    parallel.device_ids = [0, 1]
+    with pytest.warns(RuntimeWarning, match="use DistributedDataParallel"):
+        observer = observe(parallel, session, capture_direct_forwards=True)
+    assert "forward" not in vars(parallel.module.head)
+    parallel.module.head(X)
+    with pytest.warns(RuntimeWarning, match=r"1 call of parts of the model \('module.head'\)"):
+        observer.close()
+
+
 def test_what_a_wrapper_wraps_is_a_part_too(session: MemorySession) -> None:
     """An evaluation that unwraps the model passes the wrapper by."""
     model = nn.DataParallel(Model())
@@ -152,17 +244,20 @@ def test_parts_called_in_a_pause_are_not_counted(session: MemorySession) -> None
     assert session.errors == []
 
 
-def test_unsampled_forwards_find_nothing_on_any_module(session: MemorySession) -> None:
+@pytest.mark.parametrize("direct", [False, True])
+def test_unsampled_forwards_find_nothing_on_any_module(session: MemorySession, direct: bool) -> None:
     """No hook and no entry below the model, from its begin to the next sample."""
     seen: list[dict[str, list[str]]] = []
     model = nn.Sequential(nn.Linear(2, 2), Recorder(lambda x: (seen.append(traces(model)), x)[1]))
-    observe(model, session, sampler=EveryNForwardsSampler(3))
+    observe(model, session, sampler=EveryNForwardsSampler(3), capture_direct_forwards=direct)
     for _ in range(5):
         model(X).sum().backward()
         seen.append(traces(model))
     inside, after = seen[::2], seen[1::2]
-    hooked = {"0": ["_forward_hooks"], "1": ["_forward_hooks"]}
-    watched = {"0": [SLOT], "1": [SLOT]}
+    in_sample = [*(["forward"] if direct else []), "_forward_hooks"]
+    in_watch = [*(["forward", "__getstate__"] if direct else []), SLOT]
+    hooked = {"0": in_sample, "1": in_sample}
+    watched = {"0": in_watch, "1": in_watch}
     assert inside == [{}, {}, hooked, {}, {}]
     assert after == [{}, {}, watched, {}, {}]
     assert num_hooks(model) == 2
@@ -244,6 +339,59 @@ def test_compiled_code_is_not_compiled_anew_for_it(session: MemorySession) -> No
     expected = whole(X)
     observe(whole, MemorySession())
     assert torch.equal(torch.compile(whole, backend="eager", fullgraph=True)(X), expected)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_code_that_calls_a_part_is_not_compiled_for_each_sample(session: MemorySession, direct: bool) -> None:
+    """Once while the part is watched and once while it is not, however often that changes."""
+    compilations: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        compilations.append(1)
+        return graph.forward
+
+    model = Model()
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def score(x: torch.Tensor) -> torch.Tensor:
+        return model.head.forward(x) if direct else model.head(x)
+
+    observe(model, session, capture_direct_forwards=True, sampler=EveryNForwardsSampler(2))
+    for _ in range(6):
+        score(X)
+        model(X)
+    assert len(compilations) == 2
+    assert len(session.samples()) == 3
+
+
+def test_a_forward_that_a_tool_wrapped_while_it_was_watched_runs_as_the_tool_wants(
+    session: MemorySession,
+) -> None:
+    """What the tool holds is the watch of then, which is not put over what the tool made of it."""
+    model = Model()
+    head: Any = model.head
+    observer = observe(model, session, capture_direct_forwards=True)
+    below = head.forward
+    head.forward = lambda x: -below(x)
+    expected = -nn.Linear.forward(head, X)
+    for _ in range(3):
+        assert torch.equal(head.forward(X), expected)
+        assert torch.equal(model(X), model.forward(X))
+    with pytest.warns(RuntimeWarning, match=r"3 calls of parts of the model \('head'\)"):
+        observer.close()
+    assert torch.equal(head.forward(X), expected)
+    del head.forward
+    assert torch.equal(head.forward(X), -expected)
+
+
+def test_a_watched_part_can_be_scripted(session: MemorySession) -> None:
+    """The script is that of the part's own forward, whose source is found below the watch."""
+    model = Model()
+    observe(model, session, capture_direct_forwards=True)
+    bare = torch.jit.script(Model().encoder)
+    scripted = torch.jit.script(model.encoder)
+    assert scripted.code == bare.code
+    assert torch.equal(scripted(X), model.encoder(X))
 
 
 def test_steps_without_a_call_of_the_model_are_evidence(session: MemorySession) -> None:

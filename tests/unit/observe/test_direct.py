@@ -388,8 +388,11 @@ def test_an_override_removed_below_another_one_does_not_come_back(session: Memor
     """The child's observer may end inside a sampled forward of the parent."""
     model = nn.Sequential(nn.Linear(2, 2), Recorder(lambda x: (inner_observer.close(), x)[1]))
     inner_observer = observe(model[0], MemorySession(), capture_direct_forwards=True)
-    observe(model, session, capture_direct_forwards=True)
+    observer = observe(model, session, capture_direct_forwards=True)
     model(torch.ones(1, 2))
+    # What stands there after a sampled forward is the watch for calls outside the model.
+    assert vars(model[0])["forward"].previous is None
+    observer.close()
     assert "forward" not in vars(model[0])
 
 

@@ -29,5 +29,21 @@ def test_the_reason_names_what_was_seen_and_the_way_out(
     sampler: SamplingPolicy, forwards: int, elapsed_s: float, words: tuple[str, ...]
 ) -> None:
     """Each case has its own sentence with the numbers of the run in it."""
-    reason = likely_reason(described(sampler), forwards=forwards, elapsed_s=elapsed_s)
+    reason = likely_reason(described(sampler), forwards=forwards, elapsed_s=elapsed_s, traced=0)
     assert all(word in reason for word in words), reason
+
+
+@pytest.mark.parametrize(
+    ("forwards", "traced", "words"),
+    [
+        (0, 1, "forward was only traced, 1 time ("),
+        (0, 3, "forward was only traced, 3 times ("),
+        (2, 3, "chose none of the 2 forwards that were seen"),
+    ],
+)
+def test_a_model_that_was_only_traced_is_not_said_to_be_never_called(
+    forwards: int, traced: int, words: str
+) -> None:
+    """The sentence counts the traces, unless there were forwards too."""
+    reason = likely_reason(described(AlwaysSampler()), forwards=forwards, elapsed_s=9.0, traced=traced)
+    assert words in reason

@@ -200,15 +200,17 @@ def test_an_attached_layer_is_seen_call_by_call(session: MemorySession) -> None:
 
 
 def test_an_attached_layer_compiles_and_exports_as_it_is(session: MemorySession) -> None:
-    """What stands in its slot is no part of a program."""
+    """What stands in its slot is no part of a program, and counts what is exported."""
     model = encoder_layer().eval()
     x = torch.randn(2, 5, 16)
-    observe(model, session)
+    observer = observe(model, session)
     with torch.no_grad():
         expected = model(x)
         torch.testing.assert_close(torch.compile(model, backend="eager")(x), expected)
         torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected)
     assert len(session.deliveries) == 1
+    observer.close()
+    assert [error.message for error in session.errors] == ["1 forward under torch.export was not observed"]
 
 
 def test_a_layer_inside_compiled_code_says_that(session: MemorySession) -> None:

@@ -173,3 +173,28 @@ def test_layers_out_of_focus_pay_nothing_for_histograms(
     for _ in range(2):
         model(torch.ones(2))
     assert asked == [False, True, False, False, False, False]
+
+
+def test_where_nobody_keeps_histograms_none_is_taken(
+    session: MemorySession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session is asked anew for each forward and backward, and scalars are measured all the same."""
+    asked: list[bool | Sequence[HistogramReducer]] = []
+    add = ScalarBatch.add
+
+    def note(
+        self: ScalarBatch, tensor: torch.Tensor, *, histograms: bool | Sequence[HistogramReducer] = False
+    ) -> int:
+        asked.append(histograms)
+        return add(self, tensor, histograms=histograms)
+
+    monkeypatch.setattr(ScalarBatch, "add", note)
+    model = nn.Sequential(nn.ReLU())
+    observe(model, session, histograms=(histogram(),))
+    output = model(torch.ones(2, requires_grad=True))
+    session.keeps_histograms = False
+    output.sum().backward()
+    model(torch.ones(2))
+    assert asked == [True, False, False]
+    assert [len(sample.histograms) for sample in session.samples()] == [1, 0, 0]
+    assert [len(sample.measurements) for sample in session.samples()] == [1, 1, 1]

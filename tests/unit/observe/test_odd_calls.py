@@ -137,14 +137,35 @@ def test_a_symbolic_trace_through_the_model_is_skipped(session: MemorySession) -
     assert (session.deliveries, session.errors) == ([], [])
 
 
-def test_an_exported_model_is_exported_as_it_is(session: MemorySession) -> None:
-    """Nothing was sampled, and the program gives the same numbers."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    x = torch.ones(3, 2)
-    expected = model(x)
-    observe(model, session)
-    assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("is_part", [True, False])
+def test_an_exported_model_is_exported_as_it_is(session: MemorySession, strict: bool, is_part: bool) -> None:
+    """The program is the same, nothing was sampled, and the manifest says how many forwards there were."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    whole = nn.Sequential(model, nn.ReLU()) if is_part else model
+    x = torch.randn(3, 2)
+    bare = torch.export.export(whole, (x,), strict=strict)
+    observer = observe(model, session)
+    for _ in range(2):
+        program = torch.export.export(whole, (x,), strict=strict)
+        assert str(program) == str(bare)
+        assert list(program.state_dict) == list(bare.state_dict)
+        assert torch.equal(program.module()(x), bare.module()(x))
     assert (session.deliveries, session.errors) == ([], [])
+    observer.close()
+    assert [(e.probe, e.message) for e in session.errors] == [
+        ("tracing", "2 forwards under torch.export were not observed")
+    ]
+    assert observer.counters.forwards == 0
+
+
+def test_a_model_that_is_compiled_is_not_taken_for_an_exported_one(session: MemorySession) -> None:
+    """What torch.compile traces is one graph, as without an observer, and is no export."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    observer = observe(model, session)
+    torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, 2))
+    observer.close()
+    assert session.errors == []
 
 
 def test_lazy_modules_are_measured_from_their_first_forward(session: MemorySession) -> None:
@@ -309,15 +330,24 @@ def test_parent_and_child_observers_measure_the_same_numbers(session: MemorySess
 
 
 def test_scripted_children_run_and_their_parents_are_measured(session: MemorySession) -> None:
-    """A scripted module takes no hook; the layer after it shows its output."""
+    """A scripted module takes no hook, as its rows say each time; the layer after it shows its output."""
     scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     model = nn.Sequential(scripted, nn.Identity())
     with pytest.warns(RuntimeWarning, match="a scripted module takes no forward hooks"):
         observe(model, session, capture_direct_forwards=True)
     output = model(torch.ones(1, 2))
     output.sum().backward()
-    measured = {m.layer: value(m) for m in session.outputs()}
-    assert measured == {"1": pytest.approx(output.mean().item())}
+    measured = [m for m in session.outputs() if not m.reasons[0]]
+    assert {m.layer: value(m) for m in measured} == {"1": pytest.approx(output.mean().item())}
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    unseen = [m for m in session.outputs() if m.layer.startswith("0.")]
+    assert [(m.layer, m.mode, m.grad_enabled, m.execution, m.values[0], m.reasons[0]) for m in unseen] == [
+        (layer, mode, grad_enabled, "eager", None, "scripted_module")
+        for mode, grad_enabled in (("train", True), ("eval", False))
+        for layer in ("0.0", "0.1")
+    ]
 
 
 def test_threads_with_their_own_grad_modes_do_not_mix(session: MemorySession) -> None:

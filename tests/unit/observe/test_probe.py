@@ -3,9 +3,13 @@
 import copy
 import gc
 import os
+import sys
+import tracemalloc
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,6 +33,8 @@ from torchinstruments.records import Outcome, SampleState
 from unit.observe.memory import MemorySession, Recorder, num_hooks, observe, value
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from torchinstruments.observe.observer import Observer
 
 
@@ -209,6 +215,53 @@ def test_an_error_of_the_observer_itself_stays_inside(
     assert num_hooks(model) == 2
 
 
+def cost_of_unsampled_forwards(num_modules: int, *, direct: bool) -> tuple[Counter[str], int, int]:
+    """Calls of the package in one forward, bytes at its peak, and blocks that stay of 300 of them."""
+    model = nn.Sequential(*(nn.Identity() for _ in range(num_modules)))
+    sampler = EveryNForwardsSampler(1_000_000)
+    observer = observe(model, MemorySession(), sampler=sampler, capture_direct_forwards=direct)
+    package = str(Path(probe.__file__).parents[1])
+    calls: Counter[str] = Counter()
+
+    def note(frame: "FrameType", event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            calls[frame.f_code.co_qualname] += 1
+
+    x = torch.ones(1)
+    for _ in range(20):
+        # The first one ends the watch for calls of parts that came before it.
+        model(x)
+    sys.setprofile(note)
+    model(x)
+    sys.setprofile(None)
+    tracemalloc.start()
+    model(x)
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    model(x)
+    peak = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    gc.collect()
+    num_blocks = sys.getallocatedblocks()
+    for _ in range(300):
+        model(x)
+    num_kept = sys.getallocatedblocks() - num_blocks
+    assert observer.counters.forwards == 323
+    observer.close()
+    return calls, peak, num_kept
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_an_unsampled_forward_costs_the_same_however_many_modules_there_are(direct: bool) -> None:
+    """The package is called as often, needs no entry for each module at any time, and keeps nothing."""
+    few_calls, few_bytes, few_kept = cost_of_unsampled_forwards(2, direct=direct)
+    many_calls, many_bytes, many_kept = cost_of_unsampled_forwards(200, direct=direct)
+    assert many_calls == few_calls
+    assert many_calls["RootProbe.root_started"] == 1
+    assert abs(many_bytes - few_bytes) < 8 * (200 - 2)
+    assert max(few_kept, many_kept) < 300
+
+
 def test_paused_forwards_are_counted_and_not_measured(session: MemorySession) -> None:
     """Pauses may be nested."""
     model = nn.Sequential(nn.Linear(2, 2))
@@ -301,7 +354,7 @@ def test_a_scripted_model_is_refused(session: MemorySession) -> None:
 
 
 def test_a_scripted_layer_is_reported_and_the_rest_measured(session: MemorySession) -> None:
-    """The catalog does not expect it to fire."""
+    """The catalog does not expect it to fire, and its row says why; a frozen script has no mode."""
     scripted = torch.jit.freeze(torch.jit.script(nn.Sequential(nn.ReLU()).eval()))
     model = nn.Sequential(nn.Linear(2, 2), scripted)
     with pytest.warns(
@@ -309,7 +362,10 @@ def test_a_scripted_layer_is_reported_and_the_rest_measured(session: MemorySessi
     ):
         observe(model, session)
     model(torch.ones(1, 2))
-    assert [m.layer for m in session.outputs()] == ["0"]
+    assert [(m.layer, m.mode, m.reasons[0]) for m in session.outputs()] == [
+        ("1", "eval", "scripted_module"),
+        ("0", "train", ""),
+    ]
     assert [(m.expected, m.fired) for m in session.modules] == [(True, 1), (False, 0)]
 
 

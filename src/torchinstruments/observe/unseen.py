@@ -1,0 +1,58 @@
+"""What of a model is not measured, and is told: at attach what cannot be, at the end what was not."""
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from torchinstruments.observe.bypass import Bypass
+from torchinstruments.observe.direct import replicated
+from torchinstruments.observe.faults import Faults
+from torchinstruments.observe.layers import ObservedLayers
+
+__all__ = ["TRACING", "report_out_of_reach", "tell_unseen"]
+
+TRACING = "tracing"
+"""What forwards that were only traced are counted under, among the errors."""
+
+
+def report_out_of_reach(
+    model: nn.Module,
+    layers: ObservedLayers,
+    selector_errors: Iterable[tuple[str, BaseException]],
+    faults: Faults,
+) -> None:
+    """Reports what cannot be observed of a model that was just attached (training thread, at attach).
+
+    Args:
+        model: The model.
+        layers: Those that were selected.
+        selector_errors: Name of a layer and exception, for each call of a selector that raised.
+        faults: Takes it.
+    """
+    for layer, error in selector_errors:
+        faults.report("selector", layer, error)
+    layers.report_out_of_reach(model)
+    if replicated(model):
+        faults.notice(
+            "forward",
+            "",
+            "torch.nn.DataParallel runs copies of the model on several devices, in threads of their own, "
+            "whose layers are not measured; use DistributedDataParallel, with a rank a device",
+        )
+
+
+def tell_unseen(traced: Mapping[str, int], bypass: Bypass, faults: Faults) -> None:
+    """Tells of calls that are not in any count of forwards (training thread, at the end).
+
+    Args:
+        traced: Forwards by what traced them.
+        bypass: Counted calls of parts.
+        faults: Takes it.
+    """
+    for kind, number in traced.items():
+        forwards = "forward" if number == 1 else "forwards"
+        sentence = f"{number} {forwards} under {kind} {'was' if number == 1 else 'were'} not observed"
+        faults.notice(TRACING, "", sentence, is_worth_a_warning=False, times=number)
+    sentence = bypass.sentence()
+    if sentence:
+        faults.notice("bypassed", "", sentence)
