@@ -16,6 +16,7 @@ from torchinstruments.records import (
     Claim,
     ClosedAttempt,
     ErrorRecord,
+    FingerprintRecord,
     Identity,
     ModuleRecord,
     RunRecord,
@@ -76,6 +77,10 @@ class KeepingSink(PlainSink):
     def attempts(self, records: Sequence[AttemptRecord]) -> None:
         """Keeps the attempts' numbers."""
         self.seen.append(("attempts", tuple(record.attempt for record in records)))
+
+    def fingerprints(self, records: Sequence[FingerprintRecord]) -> None:
+        """Keeps the names and digests of the tensors."""
+        self.seen.append(("fingerprints", tuple((record.tensor, record.digest) for record in records)))
 
     def modules(self, modules: Sequence[ModuleRecord]) -> None:
         """Keeps the number of layers."""

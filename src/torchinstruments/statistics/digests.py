@@ -1,0 +1,225 @@
+"""A number of 64 bits for the bytes of a tensor: equal bytes give equal numbers, on any device.
+
+The bytes are read in logical order as words ``x_i`` of 8 bytes; what does not fill the last word is zeros. A
+block of 32,768 words has the sum of ``w_i * (x_i ^ x_i >> 32)`` modulo 2^64, and the digest is the sum of the
+blocks, each times a multiplier of its own. All factors are odd and fixed. So a word enters through a
+bijection, and any change that is confined to one word changes the digest with certainty; changes of several
+words cancel with a probability of about 2^-32 at worst. Sums of integers do not depend on the order of
+adding: neither threads, nor pieces, nor a device's schedule can change a digest. Two NaNs of other bits, and
+-0 and +0, are different bytes. Length and type are not in the digest; they stand beside it.
+
+Where the tensor lies in the host's memory NumPy computes it, which is twice as fast there as the same in
+torch, and its result is a number at once. Elsewhere it is a 0-d int64 tensor, for torch wraps modulo 2^64
+too; only its shift has to be masked, since it copies the sign.
+"""
+
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchinstruments.statistics.measuring import MAX_SCRATCH_BYTES
+from torchinstruments.statistics.pieces import flat_pieces
+
+__all__ = ["BLOCK_WORDS", "Digester", "unsigned"]
+
+_Words = npt.NDArray[np.uint64]
+
+BLOCK_WORDS = 32_768
+"""Words that share one multiplier; on a host the pieces that stay in its cache."""
+
+_WORD_BYTES = 8
+_BLOCK_BYTES = BLOCK_WORDS * _WORD_BYTES
+_NUM_MULTIPLIERS = 16_384
+_SEED_OF_WEIGHTS = 0
+_SEED_OF_MULTIPLIERS = 1 << 40
+_STRIDE = 0x9E37_79B9_7F4A_7C15
+# Shift and factor of each step of splitmix64.
+_STEPS = ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB), (31, 1))
+_LOW_32 = 0xFFFF_FFFF
+_ALL_64 = 0xFFFF_FFFF_FFFF_FFFF
+_BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# On a device a piece needs its products, and while it is gathered the pieces that it is gathered from.
+_COPIES_EACH = 4
+
+
+class Digester:
+    """Computes digests; it keeps the factors of each device that it met.
+
+    Args:
+        max_scratch_bytes: Bound of the memory that one digest takes beside its tensor and the factors.
+    """
+
+    def __init__(self, max_scratch_bytes: int = MAX_SCRATCH_BYTES) -> None:
+        self._piece_bytes = max(1, max_scratch_bytes // (_COPIES_EACH * _BLOCK_BYTES)) * _BLOCK_BYTES
+        self._factors: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def on_host(self, tensor: torch.Tensor) -> int:
+        """Returns the digest of a tensor in the host's memory (training thread, hot path).
+
+        Call it inside `isolated`.
+
+        Args:
+            tensor: A plain strided tensor on the CPU.
+        """
+        weights, multipliers = (_host_words(factors) for factors in self._factors_on(tensor.device))
+        scratch = np.empty(BLOCK_WORDS, np.uint64)
+        total, block = 0, 0
+        for piece in _byte_pieces(tensor, self._piece_bytes):
+            num_words = piece.numel() // _WORD_BYTES
+            words = _host_words(piece.narrow(0, 0, num_words * _WORD_BYTES))
+            for start in range(0, piece.numel(), _BLOCK_BYTES):
+                first = start // _WORD_BYTES
+                entries = words[first : first + BLOCK_WORDS]
+                mixed = scratch[: len(entries)]
+                np.right_shift(entries, 32, out=mixed)
+                np.bitwise_xor(mixed, entries, out=mixed)
+                np.multiply(mixed, weights[: len(entries)], out=mixed)
+                in_block = int(np.add.reduce(mixed))
+                rest = piece.numel() - num_words * _WORD_BYTES
+                if rest and first + len(entries) == num_words and len(entries) < BLOCK_WORDS:
+                    last = _padded(piece.narrow(0, num_words * _WORD_BYTES, rest))
+                    in_block += (last ^ last >> 32) * int(weights[len(entries)])
+                total += in_block * _host_multiplier(multipliers, block)
+                block += 1
+        return total & _ALL_64
+
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the digest as a 0-d int64 tensor where the tensor lies (training thread, hot path).
+
+        Call it inside `isolated`. Nothing is read here; `unsigned` gives the number that `on_host` would.
+
+        Args:
+            tensor: A plain strided tensor on any device.
+        """
+        weights, multipliers = self._factors_on(tensor.device)
+        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+        block = 0
+        for piece in _byte_pieces(tensor, self._piece_bytes):
+            words = _device_words(piece)
+            num_blocks, num_last = divmod(words.numel(), BLOCK_WORDS)
+            sums: list[torch.Tensor] = []
+            if num_blocks:
+                whole = words.narrow(0, 0, num_blocks * BLOCK_WORDS).view(num_blocks, BLOCK_WORDS)
+                sums.append(_mixed(whole).mul_(weights).sum(1))
+            if num_last:
+                last = words.narrow(0, num_blocks * BLOCK_WORDS, num_last)
+                sums.append(_mixed(last).mul_(weights.narrow(0, 0, num_last)).sum().view(1))
+            in_blocks = torch.cat(sums)
+            num_blocks = in_blocks.numel()
+            if block + num_blocks <= _NUM_MULTIPLIERS:
+                factors = multipliers.narrow(0, block, num_blocks)
+            else:
+                factors = _odd_factors(_SEED_OF_MULTIPLIERS + block, num_blocks, tensor.device)
+            total = total + (in_blocks * factors).sum()
+            block += num_blocks
+        return total
+
+    def _factors_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the weights in a block and the multipliers of blocks, made on the device itself."""
+        if device not in self._factors:
+            self._factors[device] = (
+                _odd_factors(_SEED_OF_WEIGHTS, BLOCK_WORDS, device),
+                _odd_factors(_SEED_OF_MULTIPLIERS, _NUM_MULTIPLIERS, device),
+            )
+        return self._factors[device]
+
+
+def unsigned(digest: int) -> int:
+    """Returns what a digest that was read from an int64 tensor is without a sign (writer thread)."""
+    return digest & _ALL_64
+
+
+def _odd_factors(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Returns numbers ``first`` and following of splitmix64, made odd, as int64."""
+    mixed = torch.arange(first + 1, first + 1 + count, dtype=torch.int64, device=device)
+    mixed.mul_(_signed(_STRIDE))
+    for shift, factor in _STEPS:
+        mixed.bitwise_xor_(_shifted(mixed, shift)).mul_(_signed(factor))
+    return mixed.bitwise_or_(1)
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """Returns each word with its upper half folded into its lower one."""
+    return _shifted(words, 32).bitwise_xor_(words)
+
+
+def _shifted(words: torch.Tensor, shift: int) -> torch.Tensor:
+    """Returns int64 words shifted to the right, with zeros from the left."""
+    return torch.bitwise_right_shift(words, shift).bitwise_and_((1 << (64 - shift)) - 1)
+
+
+def _signed(factor: int) -> int:
+    """Returns the same 64 bits as torch takes them."""
+    return factor - (1 << 64) if factor >> 63 else factor
+
+
+def _host_multiplier(multipliers: _Words, block: int) -> int:
+    """Returns the multiplier of a block."""
+    if block < len(multipliers):
+        return int(multipliers[block])
+    factor = _odd_factors(_SEED_OF_MULTIPLIERS + block, 1, torch.device("cpu"))
+    return int(_host_words(factor)[0])
+
+
+def _host_words(tensor: torch.Tensor) -> _Words:
+    """Returns a flat tensor on the CPU as words; they need not be aligned."""
+    words: _Words = tensor.numpy().view(np.uint64)
+    return words
+
+
+def _padded(rest: torch.Tensor) -> int:
+    """Returns fewer than 8 bytes on the CPU as the word that zeros make of them."""
+    return int.from_bytes(rest.numpy().tobytes().ljust(_WORD_BYTES, b"\0"), sys.byteorder)
+
+
+def _device_words(piece: torch.Tensor) -> torch.Tensor:
+    """Returns bytes as int64 words, the last one filled with zeros."""
+    num_bytes = piece.numel()
+    missing = -num_bytes % _WORD_BYTES
+    if missing:
+        whole = torch.zeros(num_bytes + missing, dtype=torch.uint8, device=piece.device)
+        whole.narrow(0, 0, num_bytes).copy_(piece)
+        piece = whole
+    elif piece.storage_offset() % _WORD_BYTES:
+        piece = piece.clone()
+    return piece.view(torch.int64)
+
+
+def _byte_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[torch.Tensor]:
+    """Yields a tensor's bytes in logical order, flat, all pieces but the last of the same whole blocks.
+
+    A piece may share the memory of the one before, so each has to be worked on before the next is taken.
+    """
+    bits = _as_integers(tensor)
+    num_entries = piece_bytes // bits.itemsize
+    if bits.numel() == 0:
+        return
+    if bits.is_contiguous() or bits.numel() <= num_entries:
+        yield from bits.contiguous().view(-1).view(torch.uint8).split(piece_bytes)
+        return
+    gathered = torch.empty(num_entries, dtype=bits.dtype, device=bits.device)
+    num_gathered = 0
+    for piece in flat_pieces(bits, num_entries):
+        start = 0
+        while start < piece.numel():
+            taken = min(piece.numel() - start, num_entries - num_gathered)
+            gathered.narrow(0, num_gathered, taken).copy_(piece.narrow(0, start, taken))
+            start += taken
+            num_gathered += taken
+            if num_gathered == num_entries:
+                yield gathered.view(torch.uint8)
+                num_gathered = 0
+    if num_gathered:
+        yield gathered.narrow(0, 0, num_gathered).view(torch.uint8)
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the same bits as integers, whose copies nothing rounds or quiets; it copies nothing."""
+    if tensor.is_conj():
+        tensor = tensor.resolve_conj()
+    if tensor.itemsize not in _BITS_OF:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_BITS_OF[tensor.itemsize])
