@@ -27,6 +27,7 @@ from torchinstruments.statistics.transfer import DeviceNumbers
 __all__ = ["Fingerprinter", "Fingerprints"]
 
 _PROBE = "fingerprint"
+_HOST = frozenset({"cpu"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,7 @@ class Fingerprinter:
     def _digest(self, local: torch.Tensor, numbers: dict[torch.device, DeviceNumbers]) -> int | _OnDevice:
         """Returns a digest, or where it will be."""
         device = local.device
-        if device.type == "cpu":
+        if device.type in _HOST:
             return self._digester.on_host(local)
         digest = self._digester.on_device(local)
         if device not in numbers:

@@ -1,12 +1,16 @@
 """A number of 64 bits for the bytes of a tensor: equal bytes give equal numbers, on any device.
 
 The bytes are read in logical order as words ``x_i`` of 8 bytes; what does not fill the last word is zeros. A
-block of 32,768 words has the sum of ``w_i * (x_i ^ x_i >> 32)`` modulo 2^64, and the digest is the sum of the
+block of 32,768 words has the sum of ``w_i * (x_i ^ x_i >> 31)`` modulo 2^64, and the digest is the sum of the
 blocks, each times a multiplier of its own. All factors are odd and fixed. So a word enters through a
 bijection, and any change that is confined to one word changes the digest with certainty; changes of several
-words cancel with a probability of about 2^-32 at worst. Sums of integers do not depend on the order of
+words cancel with a probability of about 2^-31 at worst. Sums of integers do not depend on the order of
 adding: neither threads, nor pieces, nor a device's schedule can change a digest. Two NaNs of other bits, and
 -0 and +0, are different bytes. Length and type are not in the digest; they stand beside it.
+
+The shift keeps changes away from the top bit alone, which an odd factor cannot spread, so that two of them
+would cancel. It is no multiple of the width of any dtype: with 32, the signs of both float32 of a word would
+come out as that bit, and a tensor be taken for its negative.
 
 Where the tensor lies in the host's memory NumPy computes it, which is twice as fast there as the same in
 torch, and its result is a number at once. Elsewhere it is a 0-d int64 tensor, for torch wraps modulo 2^64
@@ -31,6 +35,7 @@ BLOCK_WORDS = 32_768
 """Words that share one multiplier; on a host the pieces that stay in its cache."""
 
 _WORD_BYTES = 8
+_FOLD = 31
 _BLOCK_BYTES = BLOCK_WORDS * _WORD_BYTES
 _NUM_MULTIPLIERS = 16_384
 _SEED_OF_WEIGHTS = 0
@@ -38,7 +43,6 @@ _SEED_OF_MULTIPLIERS = 1 << 40
 _STRIDE = 0x9E37_79B9_7F4A_7C15
 # Shift and factor of each step of splitmix64.
 _STEPS = ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB), (31, 1))
-_LOW_32 = 0xFFFF_FFFF
 _ALL_64 = 0xFFFF_FFFF_FFFF_FFFF
 _BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # On a device a piece needs its products, and while it is gathered the pieces that it is gathered from.
@@ -74,14 +78,14 @@ class Digester:
                 first = start // _WORD_BYTES
                 entries = words[first : first + BLOCK_WORDS]
                 mixed = scratch[: len(entries)]
-                np.right_shift(entries, 32, out=mixed)
+                np.right_shift(entries, _FOLD, out=mixed)
                 np.bitwise_xor(mixed, entries, out=mixed)
                 np.multiply(mixed, weights[: len(entries)], out=mixed)
                 in_block = int(np.add.reduce(mixed))
                 rest = piece.numel() - num_words * _WORD_BYTES
                 if rest and first + len(entries) == num_words and len(entries) < BLOCK_WORDS:
                     last = _padded(piece.narrow(0, num_words * _WORD_BYTES, rest))
-                    in_block += (last ^ last >> 32) * int(weights[len(entries)])
+                    in_block += (last ^ last >> _FOLD) * int(weights[len(entries)])
                 total += in_block * _host_multiplier(multipliers, block)
                 block += 1
         return total & _ALL_64
@@ -142,8 +146,8 @@ def _odd_factors(first: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """Returns each word with its upper half folded into its lower one."""
-    return _shifted(words, 32).bitwise_xor_(words)
+    """Returns each word with its upper bits folded into its lower ones."""
+    return _shifted(words, _FOLD).bitwise_xor_(words)
 
 
 def _shifted(words: torch.Tensor, shift: int) -> torch.Tensor:
@@ -177,43 +181,43 @@ def _padded(rest: torch.Tensor) -> int:
 
 def _device_words(piece: torch.Tensor) -> torch.Tensor:
     """Returns bytes as int64 words, the last one filled with zeros."""
-    num_bytes = piece.numel()
-    missing = -num_bytes % _WORD_BYTES
+    missing = -piece.numel() % _WORD_BYTES
     if missing:
-        whole = torch.zeros(num_bytes + missing, dtype=torch.uint8, device=piece.device)
-        whole.narrow(0, 0, num_bytes).copy_(piece)
-        piece = whole
+        piece = torch.cat((piece, torch.zeros(missing, dtype=torch.uint8, device=piece.device)))
     elif piece.storage_offset() % _WORD_BYTES:
         piece = piece.clone()
     return piece.view(torch.int64)
 
 
 def _byte_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[torch.Tensor]:
-    """Yields a tensor's bytes in logical order, flat, all pieces but the last of the same whole blocks.
-
-    A piece may share the memory of the one before, so each has to be worked on before the next is taken.
-    """
+    """Yields a tensor's bytes in logical order, flat, all pieces but the last of the same whole blocks."""
     bits = _as_integers(tensor)
     num_entries = piece_bytes // bits.itemsize
     if bits.numel() == 0:
         return
-    if bits.is_contiguous() or bits.numel() <= num_entries:
-        yield from bits.contiguous().view(-1).view(torch.uint8).split(piece_bytes)
+    if bits.is_contiguous():
+        yield from bits.view(-1).view(torch.uint8).split(piece_bytes)
         return
-    gathered = torch.empty(num_entries, dtype=bits.dtype, device=bits.device)
-    num_gathered = 0
+    held: list[torch.Tensor] = []
+    num_held = 0
     for piece in flat_pieces(bits, num_entries):
         start = 0
         while start < piece.numel():
-            taken = min(piece.numel() - start, num_entries - num_gathered)
-            gathered.narrow(0, num_gathered, taken).copy_(piece.narrow(0, start, taken))
+            taken = min(piece.numel() - start, num_entries - num_held)
+            held.append(piece.narrow(0, start, taken))
             start += taken
-            num_gathered += taken
-            if num_gathered == num_entries:
-                yield gathered.view(torch.uint8)
-                num_gathered = 0
-    if num_gathered:
-        yield gathered.narrow(0, 0, num_gathered).view(torch.uint8)
+            num_held += taken
+            if num_held == num_entries:
+                yield _joined(held)
+                held.clear()
+                num_held = 0
+    if held:
+        yield _joined(held)
+
+
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """Returns flat pieces as one, as bytes."""
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(torch.uint8)
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
