@@ -58,6 +58,7 @@ class Digester:
 
     def __init__(self, max_scratch_bytes: int = MAX_SCRATCH_BYTES) -> None:
         self._piece_bytes = max(1, max_scratch_bytes // (_COPIES_EACH * _BLOCK_BYTES)) * _BLOCK_BYTES
+        self._host_factors: tuple[_Words, _Words] | None = None
         self._factors: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def on_host(self, tensor: torch.Tensor) -> int:
@@ -68,23 +69,21 @@ class Digester:
         Args:
             tensor: A plain strided tensor on the CPU.
         """
-        weights, multipliers = (_host_words(factors) for factors in self._factors_on(tensor.device))
-        scratch = np.empty(BLOCK_WORDS, np.uint64)
+        weights, multipliers = self._factors_on_host()
+        scratch = np.empty(min(tensor.nbytes // _WORD_BYTES, BLOCK_WORDS), np.uint64)
         total, block = 0, 0
-        for piece in _byte_pieces(tensor, self._piece_bytes):
-            num_words = piece.numel() // _WORD_BYTES
-            words = _host_words(piece.narrow(0, 0, num_words * _WORD_BYTES))
-            for start in range(0, piece.numel(), _BLOCK_BYTES):
-                first = start // _WORD_BYTES
+        for data in _host_pieces(tensor, self._piece_bytes):
+            num_words = len(data) // _WORD_BYTES
+            words = data[: num_words * _WORD_BYTES].view(np.uint64)
+            for first in range(0, -(-len(data) // _WORD_BYTES), BLOCK_WORDS):
                 entries = words[first : first + BLOCK_WORDS]
                 mixed = scratch[: len(entries)]
                 np.right_shift(entries, _FOLD, out=mixed)
                 np.bitwise_xor(mixed, entries, out=mixed)
                 np.multiply(mixed, weights[: len(entries)], out=mixed)
                 in_block = int(np.add.reduce(mixed))
-                rest = piece.numel() - num_words * _WORD_BYTES
-                if rest and first + len(entries) == num_words and len(entries) < BLOCK_WORDS:
-                    last = _padded(piece.narrow(0, num_words * _WORD_BYTES, rest))
+                if len(entries) < BLOCK_WORDS and num_words * _WORD_BYTES < len(data):
+                    last = _padded(data[num_words * _WORD_BYTES :])
                     in_block += (last ^ last >> _FOLD) * int(weights[len(entries)])
                 total += in_block * _host_multiplier(multipliers, block)
                 block += 1
@@ -121,6 +120,13 @@ class Digester:
             block += num_blocks
         return total
 
+    def _factors_on_host(self) -> tuple[_Words, _Words]:
+        """Returns the same as `_factors_on`, for NumPy."""
+        if self._host_factors is None:
+            weights, multipliers = self._factors_on(torch.device("cpu"))
+            self._host_factors = (weights.numpy().view(np.uint64), multipliers.numpy().view(np.uint64))
+        return self._host_factors
+
     def _factors_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the weights in a block and the multipliers of blocks, made on the device itself."""
         if device not in self._factors:
@@ -132,7 +138,7 @@ class Digester:
 
 
 def unsigned(digest: int) -> int:
-    """Returns what a digest that was read from an int64 tensor is without a sign (writer thread)."""
+    """Returns what a number that was read from an int64 tensor is without its sign (writer thread)."""
     return digest & _ALL_64
 
 
@@ -165,18 +171,24 @@ def _host_multiplier(multipliers: _Words, block: int) -> int:
     if block < len(multipliers):
         return int(multipliers[block])
     factor = _odd_factors(_SEED_OF_MULTIPLIERS + block, 1, torch.device("cpu"))
-    return int(_host_words(factor)[0])
+    return unsigned(int(factor[0]))
 
 
-def _host_words(tensor: torch.Tensor) -> _Words:
-    """Returns a flat tensor on the CPU as words; they need not be aligned."""
-    words: _Words = tensor.numpy().view(np.uint64)
-    return words
+def _padded(rest: npt.NDArray[np.uint8]) -> int:
+    """Returns fewer than 8 bytes as the word that zeros make of them."""
+    return int.from_bytes(rest.tobytes().ljust(_WORD_BYTES, b"\0"), sys.byteorder)
 
 
-def _padded(rest: torch.Tensor) -> int:
-    """Returns fewer than 8 bytes on the CPU as the word that zeros make of them."""
-    return int.from_bytes(rest.numpy().tobytes().ljust(_WORD_BYTES, b"\0"), sys.byteorder)
+def _host_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yields the bytes of a tensor on the CPU as `_byte_pieces` does, those of a contiguous one in one piece.
+
+    What is yielded need not be aligned to words; NumPy reads it all the same.
+    """
+    if tensor.is_contiguous() and not tensor.is_conj():
+        yield _as_integers(tensor).view(-1).numpy().view(np.uint8)
+    else:
+        for piece in _byte_pieces(tensor, piece_bytes):
+            yield piece.numpy()
 
 
 def _device_words(piece: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """When fingerprints are taken, of what, and what becomes of those that cannot be."""
 
-import copy
 import warnings
 
 import pytest
@@ -74,23 +73,23 @@ def of_attempts(session: MemorySession) -> list[int]:
 def test_a_row_is_what_the_parameters_were_before_the_forward():
     """A row a parameter and buffer, with the digest of its bytes when the attempt began."""
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    before = copy.deepcopy(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     session = MemorySession()
     observer = observe(model, session, fingerprints=True)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     observer.close()
 
-    digest = Digester().on_host
+    def row(tensor: str, kind: str, *shape: int, dtype: str = "float32") -> FingerprintRecord:
+        return FingerprintRecord(0, tensor, kind, "", shape, dtype, Digester().on_host(before[tensor]))
+
     assert session.fingerprints == [
-        FingerprintRecord(
-            0, "0.weight", "parameter", "", (2, 3), "float32", digest(before[0].weight.detach())
-        ),
-        FingerprintRecord(0, "0.bias", "parameter", "", (2,), "float32", digest(before[0].bias.detach())),
-        FingerprintRecord(0, "1.weight", "parameter", "", (2,), "float32", digest(before[1].weight.detach())),
-        FingerprintRecord(0, "1.bias", "parameter", "", (2,), "float32", digest(before[1].bias.detach())),
-        FingerprintRecord(0, "1.running_mean", "buffer", "", (2,), "float32", digest(before[1].running_mean)),
-        FingerprintRecord(0, "1.running_var", "buffer", "", (2,), "float32", digest(before[1].running_var)),
-        FingerprintRecord(0, "1.num_batches_tracked", "buffer", "", (), "int64", 0),
+        row("0.weight", "parameter", 2, 3),
+        row("0.bias", "parameter", 2),
+        row("1.weight", "parameter", 2),
+        row("1.bias", "parameter", 2),
+        row("1.running_mean", "buffer", 2),
+        row("1.running_var", "buffer", 2),
+        row("1.num_batches_tracked", "buffer", dtype="int64"),
     ]
     assert observer.counters.collection_s > 0
 
