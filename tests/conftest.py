@@ -7,7 +7,16 @@ import pytest
 from storage.stores import bucket, fault_proxy, moto_store, proxied, seaweed
 from torchinstruments.testing.ranks import RankPool
 
-__all__ = ["bucket", "fault_proxy", "moto_store", "proxied", "rank_pool", "seaweed", "three_ranks"]
+__all__ = [
+    "bucket",
+    "fault_proxy",
+    "four_ranks",
+    "moto_store",
+    "proxied",
+    "rank_pool",
+    "seaweed",
+    "three_ranks",
+]
 
 
 @pytest.fixture(scope="session")
@@ -21,4 +30,11 @@ def rank_pool() -> Iterator[RankPool]:
 def three_ranks() -> Iterator[RankPool]:
     """Three ranks with an initialised process group."""
     with RankPool(3) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankPool]:
+    """Four ranks with an initialised process group: the fewest of which a mesh has two axes."""
+    with RankPool(4) as pool:
         yield pool

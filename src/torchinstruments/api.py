@@ -69,6 +69,7 @@ def inject_observer(
     error_policy: ErrorPolicy | str = ErrorPolicy.WARN,
     capture_direct_forwards: bool = False,
     optimizer: Optimizer | Unset = UNSET,
+    fingerprints: bool = False,
 ) -> Observer:
     """Attaches an observer to a model; call it on every rank, after the model was wrapped.
 
@@ -103,6 +104,8 @@ def inject_observer(
         capture_direct_forwards: Whether calls of ``module.forward(...)`` that bypass ``module(...)`` are
             measured too.
         optimizer: The one whose steps count, where not every optimizer of the model's parameters should.
+        fingerprints: Whether a digest of every parameter and buffer is kept once an attempt that is sampled,
+            by which replicas on different ranks can be compared.
 
     Returns:
         The observer; an inert one on a rank that does not observe, and where ``TORCHINSTRUMENTS_DISABLED`` is
@@ -150,6 +153,8 @@ def inject_observer(
         raise ConfigurationError(
             f"capture_direct_forwards={capture_direct_forwards!r} is not possible; give True or False"
         )
+    if not isinstance(fingerprints, bool):
+        raise ConfigurationError(f"fingerprints={fingerprints!r} is not possible; give True or False")
     refuse_second(model)
     # Before anything is claimed: a corrected try shall find the folder as it was.
     refuse_scripted(model)
@@ -195,6 +200,7 @@ def inject_observer(
         focus=focus if chosen_histograms else frozenset(),
         selector=chosen_selector,
         capture_direct_forwards=capture_direct_forwards,
+        fingerprints=fingerprints,
     )
 
 
@@ -238,6 +244,7 @@ def _attach(
     focus: frozenset[int],
     selector: Selector,
     capture_direct_forwards: bool,
+    fingerprints: bool,
 ) -> Observer:
     model_ref = weakref.ref(model)
 
@@ -264,6 +271,7 @@ def _attach(
         focus=focus,
         selector=selector,
         capture_direct_forwards=capture_direct_forwards,
+        fingerprints=fingerprints,
     )
     session.count_with(probe.counters)
     observer = Observer(probe)

@@ -17,10 +17,12 @@ __all__ = [
     "Claim",
     "ClosedAttempt",
     "Counters",
+    "DeferredFingerprints",
     "DeferredSample",
     "ErrorRecord",
     "Evidence",
     "Execution",
+    "FingerprintRecord",
     "GenerationRecord",
     "GradSync",
     "HistogramRecord",
@@ -601,12 +603,49 @@ class ClosedAttempt:
 
 
 @dataclass(frozen=True, slots=True)
+class FingerprintRecord:
+    """What the bytes of a parameter or buffer were when an attempt began: a row of ``fingerprints``.
+
+    Attributes:
+        attempt: Window, from 0.
+        tensor: Name in the model, without the segments of wrappers.
+        kind: ``parameter`` or ``buffer``.
+        replica_key: Equal on the ranks that have to hold equal bytes in this attempt; ``""`` where that is
+            not known.
+        shape: Local shape.
+        dtype: Without ``torch.``.
+        digest: Of the local bytes, from 0 to 2^64 - 1.
+    """
+
+    attempt: int
+    tensor: str
+    kind: str
+    replica_key: str
+    shape: tuple[int, ...]
+    dtype: str
+    digest: int
+
+
+class DeferredFingerprints(Protocol):
+    """The fingerprints of one attempt, whose digests may still be on their way from a device."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that it holds, for the bound of the queue (training thread, hot path)."""
+        ...
+
+    def resolve(self) -> Sequence[FingerprintRecord]:
+        """Waits for the copies and returns the rows, in the order of the model (writer thread)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class ErrorRecord:
     """One error of collection, as the manifest keeps the last hundred.
 
     Attributes:
         probe: ``sampler``, ``selector``, ``reducer``, ``forward``, ``gradient``, ``optimizer``,
-            ``loss_scale``, ``histogram``, ``sink`` or ``storage``.
+            ``loss_scale``, ``histogram``, ``fingerprint``, ``sink`` or ``storage``.
         module: Layer, where there is one.
         type: Class name of the exception.
         message: Its text, at most 500 characters.
@@ -691,6 +730,10 @@ class Outbox(Protocol):
 
     def put_attempts(self, attempts: Sequence[ClosedAttempt]) -> None:
         """Takes the attempts of a window that closed (training thread, hot path)."""
+        ...
+
+    def put_fingerprints(self, fingerprints: DeferredFingerprints) -> None:
+        """Takes the fingerprints of an attempt (training thread, hot path)."""
         ...
 
     def put_modules(self, modules: tuple[ModuleRecord, ...]) -> None:

@@ -31,6 +31,7 @@ from torchinstruments.ranks.identity import configured_run_id, discover, world_o
 from torchinstruments.records import (
     ClosedAttempt,
     Counters,
+    DeferredFingerprints,
     DeferredSample,
     ErrorRecord,
     Identity,
@@ -180,6 +181,10 @@ class RunSession:
     def put_attempts(self, attempts: Sequence[ClosedAttempt]) -> None:
         """Takes the attempts of a window that closed (training thread, hot path)."""
         self._delivery.put_attempts(attempts)
+
+    def put_fingerprints(self, fingerprints: DeferredFingerprints) -> None:
+        """Takes the fingerprints of an attempt (training thread, hot path)."""
+        self._delivery.put_fingerprints(fingerprints)
 
     def put_modules(self, modules: tuple[ModuleRecord, ...]) -> None:
         """Takes the catalog, anew whenever it changed (training thread)."""

@@ -29,7 +29,14 @@ from torchinstruments.observe.probe import RootProbe
 from torchinstruments.observe.sampling import AlwaysSampler, EveryNForwardsSampler, SamplingPolicy
 from torchinstruments.observe.selection import leaf_modules, select_layers
 from torchinstruments.ranks.clock import StepClock
-from torchinstruments.records import ClosedAttempt, Counters, DeferredSample, ErrorRecord, ModuleRecord
+from torchinstruments.records import (
+    ClosedAttempt,
+    Counters,
+    DeferredFingerprints,
+    DeferredSample,
+    ErrorRecord,
+    ModuleRecord,
+)
 from torchinstruments.statistics.histograms import HistogramReducer, histogram
 from torchinstruments.statistics.reducers import default_reducers
 
@@ -55,6 +62,9 @@ class Discarding:
         """Drops it."""
 
     def put_attempts(self, attempts: Sequence[ClosedAttempt]) -> None:
+        """Drops them."""
+
+    def put_fingerprints(self, fingerprints: DeferredFingerprints) -> None:
         """Drops them."""
 
     def put_modules(self, modules: tuple[ModuleRecord, ...]) -> None:

@@ -4,6 +4,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -67,17 +68,22 @@ def assert_identical(bare: dict[str, Any], observed: dict[str, Any]) -> None:
     assert torch.equal(bare["rng"], observed["rng"])
 
 
-def test_every_bit_of_training_is_the_same_with_an_observer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fingerprints", [False, True], ids=["measured", "fingerprinted"])
+def test_every_bit_of_training_is_the_same_with_an_observer(tmp_path: Path, fingerprints: bool) -> None:
     """Outputs, gradients, parameters and buffers after 20 steps, module list and RNG state are identical."""
     model = build()
     twin = copy.deepcopy(model)
     bare = train(model)
 
-    observer = inject_observer(twin, output_dir=tmp_path / "run", sampler=AlwaysSampler())
+    observer = inject_observer(
+        twin, output_dir=tmp_path / "run", sampler=AlwaysSampler(), fingerprints=fingerprints
+    )
     observed = train(twin)
     remove_observer(twin)
 
     assert observer.counters.samples == NUM_STEPS
     assert observer.counters.rows_dropped == 0
     assert observer.counters.rows == open_run(str(tmp_path / "run")).history().collect().height > 0
+    rows = open_run(str(tmp_path / "run")).fingerprints().collect()
+    assert rows.height == (NUM_STEPS * len(model.state_dict()) if fingerprints else 0)
     assert_identical(bare, observed)

@@ -387,6 +387,7 @@ def test_histograms_cover_the_layers_in_focus_alone(tmp_path: Path) -> None:
             "history_config and a DirectorySink",
         ),
         ({"capture_direct_forwards": 1}, "capture_direct_forwards=1"),
+        ({"fingerprints": "all"}, "fingerprints='all'"),
     ],
 )
 def test_arguments_that_cannot_work_name_what_is_wrong(arguments: dict[str, Any], words: str) -> None:

@@ -36,6 +36,7 @@ from torchinstruments.observe.engine import (
     tracing,
 )
 from torchinstruments.observe.faults import Faults
+from torchinstruments.observe.fingerprints import Fingerprinter
 from torchinstruments.observe.fused import may_be_fused
 from torchinstruments.observe.gradients import GradientTracker
 from torchinstruments.observe.hooks import RootPostHook, RootPreHook
@@ -79,6 +80,7 @@ class RootProbe:
         selector: Asked again where modules of the model were replaced; None only reports that.
         capture_direct_forwards: Whether ``module.forward(x)`` of the model and of selected layers is observed
             like ``module(x)``.
+        fingerprints: Whether parameters and buffers are fingerprinted in sampled attempts.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class RootProbe:
         focus: frozenset[int] = frozenset(),
         selector: Selector | None = None,
         capture_direct_forwards: bool = False,
+        fingerprints: bool = False,
     ) -> None:
         self.session = session
         self.faults = faults
@@ -125,6 +128,7 @@ class RootProbe:
         self._override: ForwardOverride | None = None
         self._replicated: frozenset[int] | None = replicated(model) if capture_direct_forwards else None
         self._bypass = Bypass(model, captures_direct_forwards=capture_direct_forwards)
+        self._fingerprinter = Fingerprinter(faults) if fingerprints else None
         self._handles: list[RemovableHandle] = []
         self._slot: RootSlot | None = None
         self._finalizer: weakref.finalize[..., RootProbe] | None = None
@@ -225,6 +229,8 @@ class RootProbe:
         # A thread of the parent may hold the lock, and is not there to release it.
         self._lock = threading.RLock()
         self._counts.disarm()
+        if self._fingerprinter is not None:
+            self._fingerprinter.disarm()
         self._is_armed = False
         self._is_finished = True
         self._bypass.muted = True
@@ -360,6 +366,7 @@ class RootProbe:
         if is_capturing_graph():
             self._miss(SampleFacts(ordinal, position, started_us, call.grad_sync, len(layers), 0))
             return
+        self._take_fingerprints(position)
         sampled = SampledForward(
             layers=layers,
             regions=self._layers.regions,
@@ -377,6 +384,18 @@ class RootProbe:
             hooks[own] = hooks.pop(own)
         call.compiled = inside_compiled(module)
         sampled.attach(call.compiled, self._replicated)
+
+    def _take_fingerprints(self, position: Position) -> None:
+        """Leaves the fingerprints of an attempt with the session, once (training thread, hot path)."""
+        if self._fingerprinter is None or position.attempt is None:
+            return
+        model = self._model()
+        before = self._clock.is_before_every_step
+        if model is None or not self._fingerprinter.is_due(position, is_before_every_step=before):
+            return
+        began_s = time.perf_counter()
+        self.session.put_fingerprints(self._fingerprinter.take(model, position.attempt))
+        self._counts.add(collection_s=time.perf_counter() - began_s)
 
     def _refresh(self) -> None:
         """Takes the model's modules as they are now (training thread, hot path)."""

@@ -108,6 +108,7 @@ class StepClock:
             declared_optimizer: Whether the caller named an optimizer, so that attempts are known to be
                 counted before the first step.
         """
+        self._is_declared = declared_optimizer
         self._optimizer_known = declared_optimizer
         self._window: _Window | None = None
         self._running: _Running | None = None
@@ -135,6 +136,17 @@ class StepClock:
     def step_provenance(self) -> StepProvenance:
         """How an attempt is known at this moment."""
         return StepProvenance.INFERRED if self._optimizer_known else StepProvenance.NONE
+
+    @property
+    def is_before_every_step(self) -> bool:
+        """Whether every optimizer of the model is watched, and none has begun to step in the open window.
+
+        Then the parameters are those with which the window opened. Beside an optimizer that the caller named
+        others may step unseen, and where none was ever seen it may be one that cannot be.
+        """
+        window = self._window
+        is_known = self._optimizer_known and not self._is_declared
+        return is_known and window is not None and not window.steps and self._running is None
 
     def ask_whether_running(self, is_running: Callable[[], bool] | None) -> None:
         """Takes the question whether the outermost step is still on the stack.

@@ -25,13 +25,22 @@ from torchinstruments.records import (
     AttemptRecord,
     Claim,
     ClosedAttempt,
+    DeferredFingerprints,
     DeferredSample,
     ErrorRecord,
     Identity,
     ModuleRecord,
     RunRecord,
 )
-from torchinstruments.sinks.outbox import Attempts, BoundedOutbox, Dropped, Item, Modules, describe
+from torchinstruments.sinks.outbox import (
+    Attempts,
+    BoundedOutbox,
+    Dropped,
+    Fingerprints,
+    Item,
+    Modules,
+    describe,
+)
 from torchinstruments.sinks.sink import RankAware, Sink, TelemetrySink
 
 __all__ = ["EXIT_TIMEOUT_S", "THREAD_NAME", "Delivery"]
@@ -109,6 +118,13 @@ class Delivery:
             self._refuse(records=len(attempts))
         else:
             self._outbox.put_records(Attempts(tuple(attempts)))
+
+    def put_fingerprints(self, fingerprints: DeferredFingerprints) -> None:
+        """Takes the fingerprints of an attempt (training thread, hot path)."""
+        if self._takes_nothing():
+            self._refuse(fingerprints=fingerprints.num_rows)
+        else:
+            self._outbox.put_fingerprints(Fingerprints(fingerprints))
 
     def put_modules(self, modules: tuple[ModuleRecord, ...]) -> None:
         """Takes the catalog, anew whenever it changed (training thread)."""
@@ -212,14 +228,17 @@ class Delivery:
     def _takes_nothing(self) -> bool:
         return self._inert or self._closing
 
-    def _refuse(self, deliveries: int = 0, scalars: int = 0, records: int = 0) -> None:
+    def _refuse(self, deliveries: int = 0, scalars: int = 0, records: int = 0, fingerprints: int = 0) -> None:
         """Counts what came after the close, and says so once (training thread)."""
         if self._inert:
             return  # a forked child observes nothing
         with self._late_lock:
             before = self._late
             self._late = Dropped(
-                before.deliveries + deliveries, before.scalars + scalars, before.records + records
+                before.deliveries + deliveries,
+                before.scalars + scalars,
+                before.records + records,
+                before.fingerprints + fingerprints,
             )
         if before.scalars == 0 and scalars and self._on_error is not None:
             error = RuntimeError(
@@ -285,6 +304,8 @@ class Delivery:
             records = tuple(self._resolve_attempt(attempt) for attempt in item.records)
             for keeper in self._keepers:
                 self._call(keeper, keeper.attempts, records)
+        elif isinstance(item, Fingerprints):
+            self._hand_over_fingerprints(item.deferred)
         elif isinstance(item, Modules):
             for keeper in self._keepers:
                 self._call(keeper, keeper.modules, item.records)
@@ -304,6 +325,16 @@ class Delivery:
             self._unkept_rows += deferred.num_scalars
         for sink in self._sinks:
             self._call(sink, sink.observe, sample)
+
+    def _hand_over_fingerprints(self, deferred: DeferredFingerprints) -> None:
+        try:
+            records = deferred.resolve()
+        except Exception as error:  # noqa: BLE001 - whatever a device did, training and the next attempt go on
+            lost = RuntimeError(f"{deferred.num_rows} fingerprints are lost: {type(error).__name__}: {error}")
+            self._fail("fingerprint", "", lost)
+            return
+        for keeper in self._keepers:
+            self._call(keeper, keeper.fingerprints, records)
 
     def _resolve_attempt(self, attempt: ClosedAttempt) -> AttemptRecord:
         """Returns an attempt's whole record, or what the host knew of it where a device failed."""

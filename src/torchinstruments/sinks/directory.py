@@ -4,7 +4,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchinstruments.records import AttemptRecord, ErrorRecord, ModuleRecord, RunRecord, Sample
+from torchinstruments.records import (
+    AttemptRecord,
+    ErrorRecord,
+    FingerprintRecord,
+    ModuleRecord,
+    RunRecord,
+    Sample,
+)
 from torchinstruments.sinks.event_files import HistogramFiles, Missing
 from torchinstruments.store.derived import write_history_copy
 from torchinstruments.store.writer import RankWriter
@@ -67,6 +74,10 @@ class RankFolderSink:
     def attempts(self, records: Sequence[AttemptRecord]) -> None:
         """Takes the attempts of a window that closed (writer thread)."""
         self._writer.add_attempts(records)
+
+    def fingerprints(self, records: Sequence[FingerprintRecord]) -> None:
+        """Takes the fingerprints of an attempt (writer thread)."""
+        self._writer.add_fingerprints(records)
 
     def modules(self, modules: Sequence[ModuleRecord]) -> None:
         """Takes the catalog, anew whenever it changed (writer thread)."""

@@ -7,6 +7,7 @@ from torchinstruments.records import (
     AttemptRecord,
     Claim,
     ErrorRecord,
+    FingerprintRecord,
     Identity,
     ModuleRecord,
     RunRecord,
@@ -56,6 +57,10 @@ class TelemetrySink(Sink, Protocol):
 
     def attempts(self, records: Sequence[AttemptRecord]) -> None:
         """Takes the attempts of a window that closed (writer thread)."""
+        ...
+
+    def fingerprints(self, records: Sequence[FingerprintRecord]) -> None:
+        """Takes the fingerprints of an attempt (writer thread)."""
         ...
 
     def modules(self, modules: Sequence[ModuleRecord]) -> None:

@@ -26,6 +26,7 @@ from torchinstruments.records import (
     AttemptRecord,
     Claim,
     ErrorRecord,
+    FingerprintRecord,
     Identity,
     Measurement,
     ModuleRecord,
@@ -133,6 +134,9 @@ class SnapshotSink:
 
     def attempts(self, records: Sequence[AttemptRecord]) -> None:
         """Does nothing: snapshots know no steps (writer thread)."""
+
+    def fingerprints(self, records: Sequence[FingerprintRecord]) -> None:
+        """Does nothing: snapshots are of layers (writer thread)."""
 
     def modules(self, modules: Sequence[ModuleRecord]) -> None:
         """Writes ``modules.json`` anew where a layer came or changed (writer thread).

@@ -13,7 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from torchinstruments.records import Absent, Reason, Scope, error_text
 
-__all__ = ["admit"]
+__all__ = ["COMPLEX", "admit"]
 
 _MEASURABLE = frozenset(
     {
@@ -37,29 +37,37 @@ _MEASURABLE = frozenset(
         torch.float64,
     }
 )
+COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+"""Of these there are no statistics, but bytes."""
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def admit(tensor: torch.Tensor) -> tuple[torch.Tensor, Scope] | Absent:
+def admit(
+    tensor: torch.Tensor, further_dtypes: frozenset[torch.dtype] = frozenset()
+) -> tuple[torch.Tensor, Scope] | Absent:
     """Returns what is to be measured of a tensor, and what it covers (training thread, hot path).
 
     Call it inside `isolated`. It shares memory with the tensor, copies nothing, and never raises.
 
     Args:
-        tensor: Whatever a module returned or a gradient hook was given.
+        tensor: Whatever a module returned or a gradient hook was given, a parameter or a buffer.
+        further_dtypes: Admitted beside those that statistics are taken of.
 
     Returns:
         A detached, strided, plain tensor on this rank with its scope, or the reason why there is none.
     """
     try:
-        return _admit(tensor)
+        return _admit(tensor, further_dtypes)
     except Exception as error:  # noqa: BLE001 - a foreign subclass may raise anything on any question
         return _refused(
             Reason.UNSUPPORTED_LAYOUT, f"{_kind(tensor)} raised {type(error).__name__}: {error_text(error)}"
         )
 
 
-def _admit(tensor: torch.Tensor) -> tuple[torch.Tensor, Scope] | Absent:
+def _admit(
+    tensor: torch.Tensor, further_dtypes: frozenset[torch.dtype]
+) -> tuple[torch.Tensor, Scope] | Absent:
     """Does the work of `admit`."""
     if is_functorch_wrapped_tensor(tensor):
         return _refused(Reason.UNSUPPORTED_LAYOUT, "inside a torch.func transform")
@@ -78,7 +86,7 @@ def _admit(tensor: torch.Tensor) -> tuple[torch.Tensor, Scope] | Absent:
         if isinstance(plain, Absent):
             return plain
         tensor = plain
-    refusal = _unmeasurable(tensor)
+    refusal = _unmeasurable(tensor, further_dtypes)
     if refusal is not None:
         return refusal
     local = tensor.detach()
@@ -99,12 +107,12 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | Absent:
         return tensor.detach().as_subclass(torch.Tensor)
 
 
-def _unmeasurable(tensor: torch.Tensor) -> Absent | None:
+def _unmeasurable(tensor: torch.Tensor, further_dtypes: frozenset[torch.dtype]) -> Absent | None:
     """Returns why a plain tensor cannot be measured, or None."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         return _refused(Reason.UNSUPPORTED_LAYOUT, layout)
-    if tensor.dtype not in _MEASURABLE:
+    if tensor.dtype not in _MEASURABLE and tensor.dtype not in further_dtypes:
         return _refused(Reason.UNSUPPORTED_DTYPE, str(tensor.dtype).removeprefix("torch."))
     if tensor.is_meta:
         return Absent(Reason.META_TENSOR.value)

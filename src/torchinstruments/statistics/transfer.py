@@ -19,7 +19,8 @@ class DeviceNumbers:
 
     Args:
         device: Where they are.
-        dtype: In which they travel: float64, or float32 where the device has no other.
+        dtype: In which they travel: float64, float32 where the device has no other, or int64 for whole
+            numbers that have to arrive bit for bit.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -1,22 +1,23 @@
 """What a process has observed and not yet made durable, and when which of it is due.
 
-Three buffers, one a table. Rows of ``history`` are kept as the samples that they came in, since columns are
+A buffer a table. Rows of ``history`` are kept as the samples that they came in, since columns are
 built at once. A row of ``samples`` is a tally that grows with each delivery of its sample.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from torchinstruments.records import AttemptRecord, Position, Sample, SampleState
+from torchinstruments.records import Position, Sample, SampleState
 from torchinstruments.store.columns import SampleRow
 
 __all__ = [
     "DURABLE_WITHIN_S",
     "UNSETTLED_AFTER_S",
     "HistoryBuffer",
+    "RecordBuffer",
     "SampleTallies",
-    "StepsBuffer",
     "num_rows",
 ]
 
@@ -25,6 +26,8 @@ DURABLE_WITHIN_S = 30.0
 
 UNSETTLED_AFTER_S = 25.0
 """A sample whose backward did not come within so many seconds gets its row all the same."""
+
+_Record = TypeVar("_Record")
 
 MAX_REMEMBERED_SAMPLES = 4096
 """Tallies that are kept for a late delivery; beyond it the oldest are forgotten."""
@@ -83,8 +86,8 @@ class HistoryBuffer:
         return taken
 
 
-class StepsBuffer:
-    """Attempts that are not durable yet.
+class RecordBuffer(Generic[_Record]):
+    """Records that are a row each, as attempts and fingerprints are, and not durable yet.
 
     Args:
         buffer_rows: Rows after which they are due.
@@ -92,21 +95,21 @@ class StepsBuffer:
 
     def __init__(self, buffer_rows: int) -> None:
         self._buffer_rows = buffer_rows
-        self._records: list[AttemptRecord] = []
+        self._records: list[_Record] = []
         self._oldest_s = 0.0
 
-    def add(self, records: Sequence[AttemptRecord], now_s: float) -> None:
-        """Takes the attempts of a window that closed."""
+    def add(self, records: Sequence[_Record], now_s: float) -> None:
+        """Takes records, of one moment."""
         if not self._records:
             self._oldest_s = now_s
         self._records.extend(records)
 
-    def take_due(self, now_s: float) -> list[AttemptRecord]:
+    def take_due(self, now_s: float) -> list[_Record]:
         """Removes and returns what has to become durable now, most often nothing."""
         old = bool(self._records) and now_s - self._oldest_s >= DURABLE_WITHIN_S
         return self.take_all() if old or len(self._records) >= self._buffer_rows else []
 
-    def take_all(self) -> list[AttemptRecord]:
+    def take_all(self) -> list[_Record]:
         """Removes and returns everything."""
         taken = self._records
         self._records = []

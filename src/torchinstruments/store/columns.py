@@ -16,7 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from torchinstruments.records import AttemptRecord, Measurement, Position, Reason, Sample, SampleState
+from torchinstruments.records import (
+    AttemptRecord,
+    FingerprintRecord,
+    Measurement,
+    Position,
+    Reason,
+    Sample,
+    SampleState,
+)
 from torchinstruments.store import schema
 from torchinstruments.store.texts import encodable_texts
 
@@ -24,6 +32,7 @@ __all__ = [
     "Columns",
     "Origin",
     "SampleRow",
+    "fingerprints_columns",
     "history_columns",
     "samples_columns",
     "split_into_groups",
@@ -254,6 +263,26 @@ def steps_columns(records: Sequence[AttemptRecord], origin: Origin) -> Columns:
         schema=schema.in_memory(schema.STEPS),
     )
     return Columns(table, _even_groups(len(ordered)))
+
+
+def fingerprints_columns(records: Sequence[FingerprintRecord], origin: Origin) -> Columns:
+    """Returns rows of ``fingerprints`` by attempt, and in an attempt as they came (writer thread)."""
+    ordered = sorted(records, key=attrgetter("attempt"))
+    everyone = np.arange(len(ordered))
+    attempts = _integers(record.attempt for record in ordered)
+    texts = ("tensor", "kind", "replica_key")
+    table = pa.Table.from_arrays(
+        [
+            *_origin_columns(origin, len(ordered)),
+            pa.array(attempts),
+            *(_text([getattr(record, name) for record in ordered], everyone) for name in texts),
+            _text(["x".join(map(str, record.shape)) for record in ordered], everyone),
+            _text([record.dtype for record in ordered], everyone),
+            pa.array([record.digest for record in ordered], pa.uint64()),
+        ],
+        schema=schema.in_memory(schema.FINGERPRINTS),
+    )
+    return Columns(table, split_into_groups(attempts))
 
 
 class _Descriptions:

@@ -1,7 +1,8 @@
 """Encoding of a part: one Parquet file, made whole in memory, so that it can be written in one piece.
 
-Keys are dictionaries, whole numbers among them since they repeat within a tensor's rows. Floating-point
-columns are split by byte before compression: values dominate a file, and their exponents resemble each other.
+Keys are dictionaries, whole numbers among them since they repeat within a tensor's rows; digests do not.
+Floating-point columns are split by byte before compression: values dominate a file, and their exponents
+resemble each other.
 Statistics stand only where a reader can skip by them; over all columns they would be half the work.
 No Arrow schema is stored: with it, readers would see dictionaries where `schema` declares text.
 """
@@ -52,7 +53,7 @@ def open_part_writer(sink: pa.NativeFile | BinaryIO, table_schema: pa.Schema) ->
         version="2.6",
         compression=_COMPRESSION,
         compression_level=_COMPRESSION_LEVEL,
-        use_dictionary=[name for name in table_schema.names if name not in floats],
+        use_dictionary=[name for name in table_schema.names if name not in (*floats, "digest")],
         use_byte_stream_split=floats,
         store_schema=False,
         write_statistics=[name for name in _SKIPPABLE if name in table_schema.names],

@@ -25,19 +25,21 @@ from torchinstruments.records import (
     Claim,
     Counters,
     ErrorRecord,
+    FingerprintRecord,
     Identity,
     ModuleRecord,
     RunRecord,
     Sample,
 )
 from torchinstruments.store import layout, schema
-from torchinstruments.store.buffering import HistoryBuffer, SampleTallies, StepsBuffer, num_rows
+from torchinstruments.store.buffering import HistoryBuffer, RecordBuffer, SampleTallies, num_rows
 from torchinstruments.store.catalog import ModuleCatalog
 from torchinstruments.store.clocks import Clock, SystemClock
 from torchinstruments.store.columns import (
     Columns,
     Origin,
     SampleRow,
+    fingerprints_columns,
     history_columns,
     samples_columns,
     steps_columns,
@@ -118,7 +120,8 @@ class RankWriter:
         )
         self._history = HistoryBuffer(config.buffer_rows)
         self._tallies = SampleTallies(config.buffer_rows)
-        self._steps = StepsBuffer(config.buffer_rows)
+        self._steps = RecordBuffer[AttemptRecord](config.buffer_rows)
+        self._fingerprints = RecordBuffer[FingerprintRecord](config.buffer_rows)
         self._waiting = WaitingParts(target, self._note_failure, max_waiting_bytes)
         self._dropped_rows: Counter[str] = Counter()
         self._documents = RankDocuments(identity, claim, config.window)
@@ -187,6 +190,12 @@ class RankWriter:
         self._steps.add(records, now_s)
         self._write_steps(self._steps.take_due(now_s))
 
+    def add_fingerprints(self, records: Sequence[FingerprintRecord]) -> None:
+        """Takes the fingerprints of an attempt."""
+        now_s = self._clock.monotonic_s()
+        self._fingerprints.add(records, now_s)
+        self._write_fingerprints(self._fingerprints.take_due(now_s))
+
     def add_error(self, error: ErrorRecord, *, listed: bool = True) -> None:
         """Keeps an error for the manifest, which has the last hundred, and counts it by probe.
 
@@ -207,6 +216,7 @@ class RankWriter:
         self._write_history(self._history.take_due(now_s))
         self._write_samples(self._tallies.take_due(now_s))
         self._write_steps(self._steps.take_due(now_s))
+        self._write_fingerprints(self._fingerprints.take_due(now_s))
         self._waiting.write(now_s)
         if now_s - self._kept_alive_s >= KEEP_ALIVE_EVERY_S:
             self._kept_alive_s = now_s
@@ -226,6 +236,7 @@ class RankWriter:
         self._write_history(self._history.take_all())
         self._write_samples(self._tallies.take_all())
         self._write_steps(self._steps.take_all())
+        self._write_fingerprints(self._fingerprints.take_all())
         self._waiting.write(self._clock.monotonic_s(), at_once=True)
         return not self._waiting
 
@@ -330,6 +341,16 @@ class RankWriter:
             self._give_up("steps", len(records), error)
         else:
             self._write("steps", columns)
+
+    def _write_fingerprints(self, records: list[FingerprintRecord]) -> None:
+        if not records:
+            return
+        try:
+            columns = fingerprints_columns(records, self._origin)
+        except _UNSTORABLE as error:
+            self._give_up("fingerprints", len(records), error)
+        else:
+            self._write("fingerprints", columns)
 
     def _write(self, table: str, columns: Columns, sample_id: int | None = None, sample_us: int = 0) -> None:
         try:

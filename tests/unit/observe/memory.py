@@ -21,8 +21,10 @@ from torchinstruments.records import (
     AttemptRecord,
     ClosedAttempt,
     Counters,
+    DeferredFingerprints,
     DeferredSample,
     ErrorRecord,
+    FingerprintRecord,
     HistogramRecord,
     Measurement,
     ModuleRecord,
@@ -39,6 +41,7 @@ class MemorySession:
     def __init__(self, *, begins: bool = True) -> None:
         self.deliveries: list[DeferredSample] = []
         self.attempts: list[AttemptRecord] = []
+        self.fingerprints: list[FingerprintRecord] = []
         self.modules: tuple[ModuleRecord, ...] = ()
         self.errors: list[ErrorRecord] = []
         self.begins = begins
@@ -73,6 +76,10 @@ class MemorySession:
     def put_attempts(self, attempts: Sequence[ClosedAttempt]) -> None:
         """Keeps attempts."""
         self.attempts.extend(attempt.resolve() for attempt in attempts)
+
+    def put_fingerprints(self, fingerprints: DeferredFingerprints) -> None:
+        """Keeps fingerprints."""
+        self.fingerprints.extend(fingerprints.resolve())
 
     def put_modules(self, modules: tuple[ModuleRecord, ...]) -> None:
         """Keeps the catalog."""
@@ -138,6 +145,7 @@ def observe(
     histogram_selector: Selector | None = None,
     max_histogram_modules: int = 8,
     capture_direct_forwards: bool = False,
+    fingerprints: bool = False,
 ) -> Observer:
     """Attaches an observer that measures every forward."""
     chosen = selector or leaf_modules()
@@ -156,6 +164,7 @@ def observe(
         focus=select_focus(layers, histogram_selector, max_histogram_modules, on_selector_error),
         selector=chosen,
         capture_direct_forwards=capture_direct_forwards,
+        fingerprints=fingerprints,
     )
     observer = Observer(probe)
     observer.attach(model)

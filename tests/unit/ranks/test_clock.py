@@ -426,3 +426,33 @@ def test_events_before_the_first_window_change_nothing(event):
     loop.step()
     loop.close()
     assert [(r.attempt, r.optimizer_attempt) for r in loop.records] == [(0, 0)]
+
+
+def test_before_every_step_means_that_all_optimizers_are_known_and_none_has_begun():
+    """Only then do all forwards of the window see the same parameters."""
+    loop = _Loop()
+    seen = []
+    loop.forward()
+    seen.append(loop.clock.is_before_every_step)  # nobody knows yet what steps
+    loop.step()
+    seen.append(loop.clock.is_before_every_step)
+    loop.forward(grad=False)
+    seen.append(loop.clock.is_before_every_step)  # an evaluation after the step
+    loop.forward()
+    loop.forward()
+    seen.append(loop.clock.is_before_every_step)
+    loop.clock.step_started(0, loop.tick())
+    seen.append(loop.clock.is_before_every_step)  # in a closure
+    loop.clock.step_aborted(loop.tick())
+    seen.append(loop.clock.is_before_every_step)  # how far it came is not known
+    loop.forward()
+    seen.append(loop.clock.is_before_every_step)
+    assert seen == [False, False, False, True, False, False, True]
+
+
+def test_beside_a_declared_optimizer_others_may_step_unseen():
+    """So no window is known to be before every step."""
+    loop = _Loop(declared_optimizer=True)
+    _micro_step(loop)
+    loop.forward()
+    assert not loop.clock.is_before_every_step

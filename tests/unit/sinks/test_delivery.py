@@ -16,6 +16,7 @@ from torchinstruments.records import (
     Claim,
     ClosedAttempt,
     ErrorRecord,
+    FingerprintRecord,
     Identity,
     ModuleRecord,
     RunRecord,
@@ -23,7 +24,7 @@ from torchinstruments.records import (
 )
 from torchinstruments.sinks.delivery import THREAD_NAME, Delivery
 from torchinstruments.sinks.outbox import BoundedOutbox
-from unit.store.material import attempt, claim, forward, identity, module, run_record
+from unit.store.material import attempt, claim, fingerprint, forward, identity, module, run_record
 
 WAIT_S = 30.0
 
@@ -41,6 +42,20 @@ class Deferred:
         if self.before is not None:
             self.before()
         return forward(self.ordinal)
+
+
+@dataclass
+class DeferredRows:
+    """Fingerprints that may fail when they are resolved."""
+
+    before: Callable[[], None] | None = None
+    num_rows: int = 2
+
+    def resolve(self) -> list[FingerprintRecord]:
+        """Returns two rows."""
+        if self.before is not None:
+            self.before()
+        return [fingerprint(0), fingerprint(0, "0.bias", 5)]
 
 
 @dataclass
@@ -76,6 +91,10 @@ class KeepingSink(PlainSink):
     def attempts(self, records: Sequence[AttemptRecord]) -> None:
         """Keeps the attempts' numbers."""
         self.seen.append(("attempts", tuple(record.attempt for record in records)))
+
+    def fingerprints(self, records: Sequence[FingerprintRecord]) -> None:
+        """Keeps the names and digests of the tensors."""
+        self.seen.append(("fingerprints", tuple((record.tensor, record.digest) for record in records)))
 
     def modules(self, modules: Sequence[ModuleRecord]) -> None:
         """Keeps the number of layers."""
@@ -360,6 +379,26 @@ def test_closing_twice_closes_the_sinks_once() -> None:
     assert keeper.seen.count(("finish", True)) == 1
 
 
+def test_fingerprints_reach_the_sinks_that_keep_more_than_samples() -> None:
+    """Those of a device that fails are lost as a whole, and counted."""
+    keeper, plain = KeepingSink(), PlainSink()
+    delivery = Delivery()
+    delivery.put_fingerprints(DeferredRows())
+    delivery.put_fingerprints(DeferredRows(raise_value_error))
+    delivery.start(run_record(), [plain, keeper])
+
+    assert delivery.close(WAIT_S)
+
+    expected = ("fingerprints", (("0.weight", 2**64 - 1), ("0.bias", 5)))
+    assert [entry for entry in keeper.seen if entry[0] == "fingerprints"] == [expected]
+    assert plain.seen == [("initialize", "run-1", 0), ("close",)]
+    (error,) = keeper.errors
+    assert (error.probe, error.message) == (
+        "fingerprint",
+        "2 fingerprints are lost: ValueError: the copy failed",
+    )
+
+
 def test_after_closing_nothing_is_taken_and_no_thread_is_left() -> None:
     """A hook that fires late does no harm."""
     keeper = KeepingSink()
@@ -369,6 +408,7 @@ def test_after_closing_nothing_is_taken_and_no_thread_is_left() -> None:
 
     delivery.put_sample(Deferred(0))
     delivery.put_attempts([ClosedAttempt(attempt(0))])
+    delivery.put_fingerprints(DeferredRows())
     delivery.start(run_record(), [keeper])
 
     assert len(delivery._outbox) == 0

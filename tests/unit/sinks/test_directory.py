@@ -8,6 +8,7 @@ import polars as pl
 import pytest
 
 from torchinstruments.config import HistoryConfig
+from torchinstruments.observe.fingerprints import Fingerprints, _Row
 from torchinstruments.records import ClosedAttempt, ErrorRecord
 from torchinstruments.sinks.delivery import Delivery
 from torchinstruments.sinks.directory import RankFolderSink
@@ -61,6 +62,7 @@ def test_what_is_put_lies_in_the_folder_after_the_close(tmp_path: Path) -> None:
     for sample in samples():
         delivery.put_sample(Resolved(sample))
     delivery.put_attempts([ClosedAttempt(attempt(0))])
+    delivery.put_fingerprints(Fingerprints(0, (_Row("0.weight", "parameter", "", (2,), "int8", 2**64 - 1),)))
     delivery.put_error(ErrorRecord("reducer", "layer99", "ValueError", "odd"))
 
     delivery.start(run_record(), [directory_sink(tmp_path)])
@@ -70,6 +72,7 @@ def test_what_is_put_lies_in_the_folder_after_the_close(tmp_path: Path) -> None:
     assert run.history().collect().height == 36
     assert run.samples().collect()["state"].to_list() == ["backward_observed"] * 3
     assert run.steps().collect().height == 1
+    assert run.fingerprints().collect()["digest"].to_list() == [2**64 - 1]
     (manifest,) = run.manifests
     assert (manifest.status, manifest.counters.errors) == ("closed", {"reducer": 1})
     assert [one.layer for one in run.modules()[0]] == ["layer99", "layer98"]

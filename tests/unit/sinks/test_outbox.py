@@ -3,9 +3,9 @@
 import threading
 from dataclasses import dataclass
 
-from torchinstruments.records import ClosedAttempt, ErrorRecord, Sample
-from torchinstruments.sinks.outbox import Attempts, BoundedOutbox, Dropped, describe
-from unit.store.material import attempt, forward
+from torchinstruments.records import ClosedAttempt, ErrorRecord, FingerprintRecord, Sample
+from torchinstruments.sinks.outbox import Attempts, BoundedOutbox, Dropped, Fingerprints, describe
+from unit.store.material import attempt, fingerprint, forward
 
 
 @dataclass
@@ -18,6 +18,17 @@ class Deferred:
     def resolve(self) -> Sample:
         """Returns a sample without measurements."""
         return forward(self.ordinal)
+
+
+@dataclass
+class DeferredRows:
+    """Fingerprints of some number that need no copy."""
+
+    num_rows: int
+
+    def resolve(self) -> list[FingerprintRecord]:
+        """Returns the rows."""
+        return [fingerprint(0, f"{number}.weight") for number in range(self.num_rows)]
 
 
 def drain(outbox: BoundedOutbox) -> list[object]:
@@ -85,6 +96,27 @@ def test_beyond_its_records_attempts_are_dropped_and_counted():
     assert outbox.dropped == Dropped(records=8)
 
 
+def test_fingerprints_have_a_bound_of_their_own():
+    """A large model's neither push out samples and attempts nor are pushed out by them."""
+    outbox = BoundedOutbox(max_scalars=10, max_records=1, max_fingerprints=10)
+    outbox.put_sample(Deferred(10))
+    outbox.put_records(Attempts((ClosedAttempt(attempt(0)),)))
+
+    for _ in range(3):
+        outbox.put_fingerprints(Fingerprints(DeferredRows(4)))
+
+    assert len(outbox) == 4
+    assert outbox.dropped == Dropped(fingerprints=4)
+    drain(outbox)
+    outbox.put_fingerprints(Fingerprints(DeferredRows(1000)))
+    outbox.put_sample(Deferred(10))
+    outbox.put_records(Attempts((ClosedAttempt(attempt(0)),)))
+    assert len(outbox) == 3
+    assert outbox.dropped == Dropped(fingerprints=4)
+    drain(outbox)
+    assert (outbox._scalars, outbox._deliveries, outbox._records, outbox._fingerprints) == (0, 0, 0, 0)
+
+
 def test_what_was_taken_makes_room():
     """The bound is on what waits, not on what passed."""
     outbox = BoundedOutbox(max_scalars=10, max_deliveries=1, max_records=1)
@@ -138,3 +170,5 @@ def test_what_was_dropped_is_described_in_a_sentence():
     text = describe(Dropped(1, 10, 0), Dropped(3, 40, 0))
 
     assert text == "the queue to the writer thread was full: 2 deliveries of samples, 30 scalars were dropped"
+    text = describe(Dropped(), Dropped(fingerprints=7))
+    assert text == "the queue to the writer thread was full: 7 fingerprints were dropped"

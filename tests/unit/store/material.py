@@ -8,6 +8,7 @@ from torchinstruments.records import (
     Claim,
     Evidence,
     Execution,
+    FingerprintRecord,
     GenerationRecord,
     GradSync,
     Identity,
@@ -162,6 +163,11 @@ def attempt(number: int, optimizer: int = 0, *, lr: float | None = 0.1) -> Attem
         optimizer_s=0.0625,
         lr=lr,
     )
+
+
+def fingerprint(number: int, tensor: str = "0.weight", digest: int = 2**64 - 1) -> FingerprintRecord:
+    """Returns the fingerprint of a parameter in an attempt."""
+    return FingerprintRecord(number, tensor, "parameter", "ddp ranks=0-2", (4, 2), "float32", digest)
 
 
 def identity(rank: int = 0, process: str = "1a2b3c4d", world_size: int = 2) -> Identity:

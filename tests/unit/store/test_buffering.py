@@ -1,11 +1,12 @@
 """When buffered rows are due, without a writer around them."""
 
+from torchinstruments.records import AttemptRecord
 from torchinstruments.store.buffering import (
     DURABLE_WITHIN_S,
     MAX_REMEMBERED_SAMPLES,
     HistoryBuffer,
+    RecordBuffer,
     SampleTallies,
-    StepsBuffer,
 )
 from unit.store.material import attempt, backward, forward, measurement
 
@@ -44,7 +45,7 @@ def test_the_waiting_forward_of_a_full_buffer_keeps_its_age() -> None:
 
 def test_attempts_are_due_by_number_or_by_age() -> None:
     """Short steps fill the buffer, long ones wait thirty seconds."""
-    buffer = StepsBuffer(2)
+    buffer = RecordBuffer[AttemptRecord](2)
     buffer.add([attempt(0)], 0.0)
     assert buffer.take_due(1.0) == []
     buffer.add([attempt(1)], 1.0)

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchinstruments.records import Measurement, Sample, Signal
-from torchinstruments.store import schema
+from torchinstruments.store import layout, schema
 from torchinstruments.store.columns import (
     Columns,
     Origin,
+    fingerprints_columns,
     history_columns,
     samples_columns,
     steps_columns,
@@ -25,6 +26,7 @@ from unit.store.material import (
     START_US,
     attempt,
     backward,
+    fingerprint,
     forward,
     measurement,
     sample_row,
@@ -181,8 +183,10 @@ def test_every_table_reads_back_with_exactly_the_declared_schema() -> None:
         "history": history_columns([(0, forward(0, measurement()))], ORIGIN),
         "samples": samples_columns([sample_row(0)], ORIGIN),
         "steps": steps_columns([attempt(0)], ORIGIN),
+        "fingerprints": fingerprints_columns([fingerprint(0)], ORIGIN),
     }
 
+    assert set(tables) == set(layout.TABLES)
     for name, columns in tables.items():
         found = pq.read_schema(io.BytesIO(encode_columns(columns, METADATA))).remove_metadata()
         assert found.equals(schema.TABLE_SCHEMAS[name]), name
@@ -284,3 +288,20 @@ def test_steps_are_stored_by_attempt_and_optimizer_with_nulls_where_nothing_is_k
     ]
     assert Counter(row["outcome"] for row in rows) == {"applied": 3}
     assert {row["scale_before"] for row in rows} == {None}
+
+
+def test_fingerprints_are_stored_by_attempt_with_digests_of_all_64_bits() -> None:
+    """In an attempt they stay in the order of the model; a row group holds whole attempts."""
+    records = [fingerprint(at, name) for at in (1, 0) for name in ("0.weight", "0.bias")]
+    columns = fingerprints_columns([*records, fingerprint(1, "1.weight", 0)], ORIGIN)
+
+    assert [(row["attempt"], row["tensor"], row["digest"]) for row in rows_of(columns)] == [
+        (0, "0.weight", 2**64 - 1),
+        (0, "0.bias", 2**64 - 1),
+        (1, "0.weight", 2**64 - 1),
+        (1, "0.bias", 2**64 - 1),
+        (1, "1.weight", 0),
+    ]
+    first = rows_of(columns)[0]
+    assert (first["kind"], first["replica_key"], first["shape"]) == ("parameter", "ddp ranks=0-2", "4x2")
+    assert (first["dtype"], first["rank"], columns.group_rows) == ("float32", 7, (5,))

@@ -16,13 +16,14 @@ from torchinstruments.store import schema
 from torchinstruments.store.columns import (
     Columns,
     Origin,
+    fingerprints_columns,
     history_columns,
     samples_columns,
     steps_columns,
 )
 from torchinstruments.store.joining import UnreadablePartError, join_parts
 from torchinstruments.store.parts import encode_columns
-from unit.store.material import attempt, backward, forward, measurement, sample_row
+from unit.store.material import attempt, backward, fingerprint, forward, measurement, sample_row
 
 ORIGIN = Origin(0, 0, "1a2b3c4d")
 METADATA = schema.metadata(
@@ -242,3 +243,17 @@ def test_a_disk_that_does_not_answer_is_no_broken_part(tmp_path: Path) -> None:
     """A file that is gone raises what the disk says, so that nothing is set aside for it."""
     with pytest.raises(FileNotFoundError):
         join_parts("history", [tmp_path / "a.parquet", tmp_path / "b.parquet"])
+
+
+def test_fingerprints_of_several_parts_are_joined_by_attempt(tmp_path: Path) -> None:
+    """Digests keep all their bits, and the tensors of an attempt the order of the model."""
+    names = ("b.weight", "a.weight")
+    pieces = [[fingerprint(at, name, 2**64 - 1 - at) for name in names] for at in (1, 0, 2)]
+    paths = [write(tmp_path, at, fingerprints_columns(piece, ORIGIN)) for at, piece in enumerate(pieces)]
+
+    rows = pq.read_table(io.BytesIO(join_parts("fingerprints", paths, LAYERS)))
+
+    whole = fingerprints_columns([record for piece in pieces for record in piece], ORIGIN)
+    assert rows.equals(pq.read_table(io.BytesIO(encode_columns(whole, METADATA))))
+    assert rows["tensor"].to_pylist() == [*names] * 3
+    assert rows["digest"].to_pylist() == [2**64 - 1 - at for at in (0, 0, 1, 1, 2, 2)]

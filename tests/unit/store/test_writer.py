@@ -26,6 +26,7 @@ from unit.store.material import (
     attempt,
     backward,
     claim,
+    fingerprint,
     forward,
     identity,
     measurement,
@@ -104,6 +105,7 @@ def test_rows_become_durable_after_thirty_seconds() -> None:
     rig = Rig()
     rig.writer.add_sample(forward(0, measurement(), settled=True))
     rig.writer.add_attempts([attempt(0)])
+    rig.writer.add_fingerprints([fingerprint(0), fingerprint(0, "0.bias")])
 
     rig.pass_time(29)
     assert rig.target.parts == []
@@ -113,6 +115,7 @@ def test_rows_become_durable_after_thirty_seconds() -> None:
         ("samples", 1),
         ("history", 3),
         ("steps", 1),
+        ("fingerprints", 2),
     ]
 
 
@@ -447,19 +450,20 @@ def test_closing_on_a_full_disk_says_that_rows_are_left() -> None:
 def test_what_is_refused_until_the_close_is_counted_in_the_last_manifest(complete: bool) -> None:
     """Each table tells its own rows, the counters those of history, the errors why."""
     rig = Rig()
-    rig.target.refused_tables = {"history", "samples", "steps"}
+    rig.target.refused_tables = {"history", "samples", "steps", "fingerprints"}
     rig.training = Counters(rows_dropped=1)
     rig.writer.start(run_record(), ())
     for ordinal in range(4):
         rig.writer.add_sample(forward(ordinal, measurement()))
     rig.writer.add_attempts([attempt(0), attempt(1)])
+    rig.writer.add_fingerprints([fingerprint(0)])
 
     assert not rig.writer.close(5.0, complete=complete)
 
     manifest = rig.manifest()
     assert manifest.status == "closed"
     dropped = {table: state.rows_dropped for table, state in manifest.tables.items() if state.rows_dropped}
-    assert dropped == {"history": 12, "samples": 4, "steps": 2}
+    assert dropped == {"history": 12, "samples": 4, "steps": 2, "fingerprints": 1}
     assert (manifest.counters.rows, manifest.counters.rows_dropped) == (0, 13)
     assert rig.writer.counters().rows_dropped == 13
     messages = [error.message for error in manifest.errors]

@@ -1,0 +1,110 @@
+"""Which tensors other ranks have to hold with equal bytes, and which ranks those are.
+
+A key is given only where that can be proved from what the framework itself does: where
+`DistributedDataParallel` averages a parameter's gradients on a process group, and where a `DTensor` is
+replicated along an axis of its mesh. It names the ranks, and what the part is that they share. Whatever else
+might be equal, such as buffers, flat shards of FSDP1, frozen parameters or the experts and stages that a
+program spreads by itself, has no key: stored, and never judged.
+
+Replicas of a key do differ where a step was applied to gradients that were not synchronised. That is what
+fingerprints are to show.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+
+__all__ = ["ReplicaKeys"]
+
+# Each leaves the same gradient on every rank of the group.
+_SYNCHRONISING_HOOKS = ("allreduce_hook", "bf16_compress_hook", "fp16_compress_hook")
+_DEFAULT_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+
+
+class ReplicaKeys:
+    """The keys of one model's parameters at one moment (training thread, hot path).
+
+    Args:
+        root: The attached model; a `DistributedDataParallel` whose forward runs around it counts too.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._of_parameter: dict[int, str] = {}
+        self._of_layout: dict[object, str] = {}
+        active = DistributedDataParallel._get_active_ddp_module()  # noqa: SLF001 - set in its forward alone
+        found = [module for module in root.modules() if isinstance(module, DistributedDataParallel)]
+        if isinstance(active, DistributedDataParallel) and active not in found:
+            found.append(active)
+        for wrapper in found:
+            self._add(wrapper)
+
+    def of(self, parameter: torch.Tensor) -> str:
+        """Returns the key of a parameter, ``""`` where no other rank is known to hold the same."""
+        if not isinstance(parameter, nn.Parameter):
+            return ""
+        dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+        if dtensor is not None and isinstance(parameter, dtensor):
+            return self._of_dtensor(parameter)
+        return self._of_parameter.get(id(parameter), "") if parameter.requires_grad else ""
+
+    def _add(self, wrapper: DistributedDataParallel) -> None:
+        """Takes the parameters that a wrapper synchronises."""
+        key = _key_of_ddp(wrapper)
+        for parameter in wrapper._module_parameters:  # noqa: SLF001 - what it manages, ignored ones left out
+            known = self._of_parameter.get(id(parameter), key)
+            self._of_parameter[id(parameter)] = key if known == key else ""
+
+    def _of_dtensor(self, tensor: torch.Tensor) -> str:
+        mesh, placements = tensor.device_mesh, tensor.placements  # pyrefly: ignore[missing-attribute]
+        layout = (mesh, placements)
+        if layout not in self._of_layout:
+            self._of_layout[layout] = _key_of_layout(mesh, placements)
+        return self._of_layout[layout]
+
+
+def _key_of_ddp(wrapper: DistributedDataParallel) -> str:
+    """Returns the key of what a wrapper synchronises, or ``""``."""
+    if wrapper.mixed_precision is not None:
+        return ""  # between a forward and its backward a parameter may be its copy of less precision
+    hooks = sys.modules.get(_DEFAULT_HOOKS)
+    synchronising = {getattr(hooks, name, None) for name in _SYNCHRONISING_HOOKS}
+    if any(hook not in synchronising for hook, _ in wrapper._comm_hooks):  # noqa: SLF001 - has no public name
+        return ""
+    return f"ddp ranks={_ranks_text(dist.get_process_group_ranks(wrapper.process_group))}"
+
+
+def _key_of_layout(mesh: "DeviceMesh", placements: Sequence["Placement"]) -> str:
+    """Returns the key of the parts that a layout gives to this rank, or ``""``."""
+    coordinates = mesh.get_coordinate()
+    if coordinates is None:
+        return ""
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    axes: list[str] = []
+    ranks = mesh.mesh
+    # From the last axis, so that those before it keep their places.
+    for axis in reversed(range(mesh.ndim)):
+        if placements[axis].is_replicate():
+            axes.append(f"{names[axis]}={placements[axis]}")
+        else:
+            axes.append(f"{names[axis]}={placements[axis]}@{coordinates[axis]}")
+            ranks = ranks.select(axis, coordinates[axis])
+    return f"mesh {' '.join(reversed(axes))} ranks={_ranks_text(ranks.reshape(-1).tolist())}"
+
+
+def _ranks_text(ranks: Iterable[int]) -> str:
+    """Returns ranks as text, ``0-3``, ``0-12:4`` for every fourth one, else ``0,1,5``."""
+    ordered = sorted(ranks)
+    step = ordered[1] - ordered[0] if len(ordered) > 1 else 1
+    last = ordered[-1]
+    if len(ordered) > 2 and ordered == list(range(ordered[0], last + 1, step)):
+        return f"{ordered[0]}-{last}" if step == 1 else f"{ordered[0]}-{last}:{step}"
+    return ",".join(map(str, ordered))

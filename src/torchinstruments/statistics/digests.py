@@ -1,0 +1,241 @@
+"""A number of 64 bits for the bytes of a tensor: equal bytes give equal numbers, on any device.
+
+The bytes are read in logical order as words ``x_i`` of 8 bytes; what does not fill the last word is zeros. A
+block of 32,768 words has the sum of ``w_i * (x_i ^ x_i >> 31)`` modulo 2^64, and the digest is the sum of the
+blocks, each times a multiplier of its own. All factors are odd and fixed. So a word enters through a
+bijection, and any change that is confined to one word changes the digest with certainty; changes of several
+words cancel with a probability of about 2^-31 at worst. Sums of integers do not depend on the order of
+adding: neither threads, nor pieces, nor a device's schedule can change a digest. Two NaNs of other bits, and
+-0 and +0, are different bytes. Length and type are not in the digest; they stand beside it.
+
+The shift keeps changes away from the top bit alone, which an odd factor cannot spread, so that two of them
+would cancel. It is no multiple of the width of any dtype: with 32, the signs of both float32 of a word would
+come out as that bit, and a tensor be taken for its negative.
+
+Where the tensor lies in the host's memory NumPy computes it, which is twice as fast there as the same in
+torch, and its result is a number at once. Elsewhere it is a 0-d int64 tensor, for torch wraps modulo 2^64
+too; only its shift has to be masked, since it copies the sign.
+"""
+
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchinstruments.statistics.measuring import MAX_SCRATCH_BYTES
+from torchinstruments.statistics.pieces import flat_pieces
+
+__all__ = ["BLOCK_WORDS", "Digester", "unsigned"]
+
+_Words = npt.NDArray[np.uint64]
+
+BLOCK_WORDS = 32_768
+"""Words that share one multiplier; on a host the pieces that stay in its cache."""
+
+_WORD_BYTES = 8
+_FOLD = 31
+_BLOCK_BYTES = BLOCK_WORDS * _WORD_BYTES
+_NUM_MULTIPLIERS = 16_384
+_SEED_OF_WEIGHTS = 0
+_SEED_OF_MULTIPLIERS = 1 << 40
+_STRIDE = 0x9E37_79B9_7F4A_7C15
+# Shift and factor of each step of splitmix64.
+_STEPS = ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB), (31, 1))
+_ALL_64 = 0xFFFF_FFFF_FFFF_FFFF
+_BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# On a device a piece needs its products, and while it is gathered the pieces that it is gathered from.
+_COPIES_EACH = 4
+
+
+class Digester:
+    """Computes digests; it keeps the factors of each device that it met.
+
+    Args:
+        max_scratch_bytes: Bound of the memory that one digest takes beside its tensor and the factors.
+    """
+
+    def __init__(self, max_scratch_bytes: int = MAX_SCRATCH_BYTES) -> None:
+        self._piece_bytes = max(1, max_scratch_bytes // (_COPIES_EACH * _BLOCK_BYTES)) * _BLOCK_BYTES
+        self._host_factors: tuple[_Words, _Words] | None = None
+        self._factors: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def on_host(self, tensor: torch.Tensor) -> int:
+        """Returns the digest of a tensor in the host's memory (training thread, hot path).
+
+        Call it inside `isolated`.
+
+        Args:
+            tensor: A plain strided tensor on the CPU.
+        """
+        weights, multipliers = self._factors_on_host()
+        scratch = np.empty(min(tensor.nbytes // _WORD_BYTES, BLOCK_WORDS), np.uint64)
+        total, block = 0, 0
+        for data in _host_pieces(tensor, self._piece_bytes):
+            num_words = len(data) // _WORD_BYTES
+            words = data[: num_words * _WORD_BYTES].view(np.uint64)
+            for first in range(0, -(-len(data) // _WORD_BYTES), BLOCK_WORDS):
+                entries = words[first : first + BLOCK_WORDS]
+                mixed = scratch[: len(entries)]
+                np.right_shift(entries, _FOLD, out=mixed)
+                np.bitwise_xor(mixed, entries, out=mixed)
+                np.multiply(mixed, weights[: len(entries)], out=mixed)
+                in_block = int(np.add.reduce(mixed))
+                if len(entries) < BLOCK_WORDS and num_words * _WORD_BYTES < len(data):
+                    last = _padded(data[num_words * _WORD_BYTES :])
+                    in_block += (last ^ last >> _FOLD) * int(weights[len(entries)])
+                total += in_block * _host_multiplier(multipliers, block)
+                block += 1
+        return total & _ALL_64
+
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the digest as a 0-d int64 tensor where the tensor lies (training thread, hot path).
+
+        Call it inside `isolated`. Nothing is read here; `unsigned` gives the number that `on_host` would.
+
+        Args:
+            tensor: A plain strided tensor on any device.
+        """
+        weights, multipliers = self._factors_on(tensor.device)
+        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+        block = 0
+        for piece in _byte_pieces(tensor, self._piece_bytes):
+            words = _device_words(piece)
+            num_blocks, num_last = divmod(words.numel(), BLOCK_WORDS)
+            sums: list[torch.Tensor] = []
+            if num_blocks:
+                whole = words.narrow(0, 0, num_blocks * BLOCK_WORDS).view(num_blocks, BLOCK_WORDS)
+                sums.append(_mixed(whole).mul_(weights).sum(1))
+            if num_last:
+                last = words.narrow(0, num_blocks * BLOCK_WORDS, num_last)
+                sums.append(_mixed(last).mul_(weights.narrow(0, 0, num_last)).sum().view(1))
+            in_blocks = torch.cat(sums)
+            num_blocks = in_blocks.numel()
+            if block + num_blocks <= _NUM_MULTIPLIERS:
+                factors = multipliers.narrow(0, block, num_blocks)
+            else:
+                factors = _odd_factors(_SEED_OF_MULTIPLIERS + block, num_blocks, tensor.device)
+            total = total + (in_blocks * factors).sum()
+            block += num_blocks
+        return total
+
+    def _factors_on_host(self) -> tuple[_Words, _Words]:
+        """Returns the same as `_factors_on`, for NumPy."""
+        if self._host_factors is None:
+            weights, multipliers = self._factors_on(torch.device("cpu"))
+            self._host_factors = (weights.numpy().view(np.uint64), multipliers.numpy().view(np.uint64))
+        return self._host_factors
+
+    def _factors_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the weights in a block and the multipliers of blocks, made on the device itself."""
+        if device not in self._factors:
+            self._factors[device] = (
+                _odd_factors(_SEED_OF_WEIGHTS, BLOCK_WORDS, device),
+                _odd_factors(_SEED_OF_MULTIPLIERS, _NUM_MULTIPLIERS, device),
+            )
+        return self._factors[device]
+
+
+def unsigned(digest: int) -> int:
+    """Returns what a number that was read from an int64 tensor is without its sign (writer thread)."""
+    return digest & _ALL_64
+
+
+def _odd_factors(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Returns numbers ``first`` and following of splitmix64, made odd, as int64."""
+    mixed = torch.arange(first + 1, first + 1 + count, dtype=torch.int64, device=device)
+    mixed.mul_(_signed(_STRIDE))
+    for shift, factor in _STEPS:
+        mixed.bitwise_xor_(_shifted(mixed, shift)).mul_(_signed(factor))
+    return mixed.bitwise_or_(1)
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """Returns each word with its upper bits folded into its lower ones."""
+    return _shifted(words, _FOLD).bitwise_xor_(words)
+
+
+def _shifted(words: torch.Tensor, shift: int) -> torch.Tensor:
+    """Returns int64 words shifted to the right, with zeros from the left."""
+    return torch.bitwise_right_shift(words, shift).bitwise_and_((1 << (64 - shift)) - 1)
+
+
+def _signed(factor: int) -> int:
+    """Returns the same 64 bits as torch takes them."""
+    return factor - (1 << 64) if factor >> 63 else factor
+
+
+def _host_multiplier(multipliers: _Words, block: int) -> int:
+    """Returns the multiplier of a block."""
+    if block < len(multipliers):
+        return int(multipliers[block])
+    factor = _odd_factors(_SEED_OF_MULTIPLIERS + block, 1, torch.device("cpu"))
+    return unsigned(int(factor[0]))
+
+
+def _padded(rest: npt.NDArray[np.uint8]) -> int:
+    """Returns fewer than 8 bytes as the word that zeros make of them."""
+    return int.from_bytes(rest.tobytes().ljust(_WORD_BYTES, b"\0"), sys.byteorder)
+
+
+def _host_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yields the bytes of a tensor on the CPU as `_byte_pieces` does, those of a contiguous one in one piece.
+
+    What is yielded need not be aligned to words; NumPy reads it all the same.
+    """
+    if tensor.is_contiguous() and not tensor.is_conj():
+        yield _as_integers(tensor).view(-1).numpy().view(np.uint8)
+    else:
+        for piece in _byte_pieces(tensor, piece_bytes):
+            yield piece.numpy()
+
+
+def _device_words(piece: torch.Tensor) -> torch.Tensor:
+    """Returns bytes as int64 words, the last one filled with zeros."""
+    missing = -piece.numel() % _WORD_BYTES
+    if missing:
+        piece = torch.cat((piece, torch.zeros(missing, dtype=torch.uint8, device=piece.device)))
+    elif piece.storage_offset() % _WORD_BYTES:
+        piece = piece.clone()
+    return piece.view(torch.int64)
+
+
+def _byte_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[torch.Tensor]:
+    """Yields a tensor's bytes in logical order, flat, all pieces but the last of the same whole blocks."""
+    bits = _as_integers(tensor)
+    num_entries = piece_bytes // bits.itemsize
+    if bits.numel() == 0:
+        return
+    if bits.is_contiguous():
+        yield from bits.view(-1).view(torch.uint8).split(piece_bytes)
+        return
+    held: list[torch.Tensor] = []
+    num_held = 0
+    for piece in flat_pieces(bits, num_entries):
+        start = 0
+        while start < piece.numel():
+            taken = min(piece.numel() - start, num_entries - num_held)
+            held.append(piece.narrow(0, start, taken))
+            start += taken
+            num_held += taken
+            if num_held == num_entries:
+                yield _joined(held)
+                held.clear()
+                num_held = 0
+    if held:
+        yield _joined(held)
+
+
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """Returns flat pieces as one, as bytes."""
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(torch.uint8)
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the same bits as integers, whose copies nothing rounds or quiets; it copies nothing."""
+    if tensor.is_conj():
+        tensor = tensor.resolve_conj()
+    if tensor.itemsize not in _BITS_OF:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_BITS_OF[tensor.itemsize])

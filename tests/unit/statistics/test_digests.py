@@ -1,0 +1,258 @@
+"""Digests of bytes: what they tell apart, and that nothing but the bytes decides them."""
+
+import itertools
+import struct
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from torchinstruments.statistics.digests import BLOCK_WORDS, Digester, unsigned
+from torchinstruments.statistics.transfer import DeviceNumbers
+from unit.statistics.accelerator import DEVICE, Accelerator, put
+
+WHOLE = Digester()
+SMALLEST = Digester(1)
+"""Takes a block at a time."""
+
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.uint16,
+    torch.int16,
+    torch.uint32,
+    torch.int32,
+    torch.uint64,
+    torch.int64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+def splitmix(number: int) -> int:
+    """Returns a number of splitmix64 from its state 0, made odd."""
+    mixed = (number + 1) * 0x9E3779B97F4A7C15 % 2**64
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+    return (mixed ^ mixed >> 31) | 1
+
+
+def by_definition(data: bytes) -> int:
+    """Returns the digest of bytes in the plainest way there is."""
+    data = data + bytes(-len(data) % 8)
+    order = "<" if sys.byteorder == "little" else ">"
+    total = 0
+    for place, (word,) in enumerate(struct.iter_unpack(f"{order}Q", data)):
+        block, index = divmod(place, BLOCK_WORDS)
+        total += splitmix(index) * splitmix((1 << 40) + block) * (word ^ word >> 31)
+    return total % 2**64
+
+
+def on_device(tensor: torch.Tensor, digester: Digester = WHOLE) -> int:
+    """Returns what the variant for devices finds, here on the CPU."""
+    return unsigned(int(digester.on_device(tensor).item()))
+
+
+def random_bytes(count: int, seed: int = 0) -> torch.Tensor:
+    """Returns bytes of all values."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+
+
+def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Returns a tensor of any bits; of a bool, those that it may have."""
+    if dtype == torch.bool:
+        return random_bytes(int(np.prod(shape))).view(*shape) > 127
+    return random_bytes(int(np.prod(shape)) * dtype.itemsize).view(dtype).view(*shape)
+
+
+@pytest.mark.parametrize(
+    "count", [0, 1, 7, 8, 9, 64, 8 * BLOCK_WORDS - 1, 8 * BLOCK_WORDS, 8 * BLOCK_WORDS + 3, 16 * BLOCK_WORDS]
+)
+def test_a_digest_is_what_it_is_defined_to_be_on_the_host_and_on_a_device(count: int) -> None:
+    """Whatever the number of bytes: a last word and a last block may be parts."""
+    data = random_bytes(count)
+    expected = by_definition(data.numpy().tobytes())
+    for digester in (WHOLE, SMALLEST):
+        assert digester.on_host(data) == expected
+        assert on_device(data, digester) == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_counts_by_its_bytes(dtype: torch.dtype) -> None:
+    """The digest of a tensor is that of its bytes, and no number is rounded on the way."""
+    tensor = some(dtype, 5, 7)
+    expected = by_definition(tensor.view(-1).view(torch.uint8).numpy().tobytes())
+    assert WHOLE.on_host(tensor) == on_device(tensor) == expected
+    assert WHOLE.on_host(tensor[2, 3].clone()) == on_device(tensor[2, 3].clone())
+
+
+@pytest.mark.parametrize("count", [1, 8, 19])
+def test_each_single_bit_of_a_small_tensor_changes_the_digest(count: int) -> None:
+    """No two of the tensors that differ from it in one bit share a digest with it or with each other."""
+    data = random_bytes(count)
+    digests = {WHOLE.on_host(data)}
+    for byte, bit in itertools.product(range(count), range(8)):
+        flipped = data.clone()
+        flipped[byte] ^= 1 << bit
+        assert WHOLE.on_host(flipped) == on_device(flipped)
+        digests.add(WHOLE.on_host(flipped))
+    assert len(digests) == 1 + 8 * count
+
+
+def test_a_single_bit_anywhere_in_a_large_tensor_changes_the_digest() -> None:
+    """In every block, at every place of a word."""
+    tensor = torch.randn(300_001, generator=torch.Generator().manual_seed(3))
+    data = tensor.view(torch.uint8)
+    before = WHOLE.on_host(tensor)
+    generator = np.random.default_rng(5)
+    for place in generator.integers(0, 8 * data.numel(), 300).tolist():
+        byte, bit = divmod(place, 8)
+        data[byte] ^= 1 << bit
+        assert WHOLE.on_host(tensor) != before
+        data[byte] ^= 1 << bit
+    assert WHOLE.on_host(tensor) == before
+
+
+def test_an_exchange_of_two_entries_or_of_blocks_is_seen() -> None:
+    """The same numbers at other places are other bytes."""
+    tensor = torch.randn(4 * BLOCK_WORDS, generator=torch.Generator().manual_seed(3))
+    before = WHOLE.on_host(tensor)
+    exchanged = tensor.clone()
+    exchanged[[10, 11]] = tensor[[11, 10]]
+    assert WHOLE.on_host(exchanged) != before
+    first, second = tensor.split(2 * BLOCK_WORDS)
+    assert WHOLE.on_host(torch.cat((second, first))) != before
+    assert WHOLE.on_host(tensor.flip(0)) != before
+
+
+def test_pairs_of_flipped_signs_are_seen() -> None:
+    """The top bit of a word is where plain sums with odd weights are blind: two of them always cancel."""
+    tensor = torch.randn(100_000, generator=torch.Generator().manual_seed(3))
+    before = WHOLE.on_host(tensor)
+    generator = np.random.default_rng(5)
+    for _ in range(300):
+        pair = torch.from_numpy(generator.choice(100_000, 2, replace=False))
+        changed = tensor.clone()
+        changed[pair] *= -1
+        assert WHOLE.on_host(changed) != before
+    assert WHOLE.on_host(-tensor) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_a_bit_that_changes_in_every_entry_is_seen(dtype: torch.dtype) -> None:
+    """A whole tensor negated, one exponent bit stuck: such changes do not cancel each other."""
+    for num_words in (1, 2, 4, 1000):
+        tensor = some(torch.int64, num_words).view(dtype)
+        before = WHOLE.on_host(tensor)
+        for bit in range(8 * dtype.itemsize):
+            mask = torch.tensor([1 << bit], dtype=torch.uint64).view(dtype)[:1]
+            flipped = tensor ^ mask
+            assert WHOLE.on_host(flipped) != before, (num_words, bit)
+
+
+def test_zeros_and_nans_of_other_bits_are_told_apart() -> None:
+    """Equal to each other by value, or to nothing at all, they are what their bytes are."""
+    zeros = torch.tensor([0.0, 1.0])
+    assert WHOLE.on_host(zeros) != WHOLE.on_host(torch.tensor([-0.0, 1.0]))
+    payloads = torch.tensor([0x7FC00000, 0x7FC00001, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    assert payloads.isnan().all()
+    assert len({WHOLE.on_host(one) for one in payloads}) == 3
+    # Signalling ones too, through the copy of a tensor that lies in no order.
+    spread = payloads.repeat_interleave(2)[::2]
+    assert WHOLE.on_host(spread) == on_device(spread) == WHOLE.on_host(payloads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex128, torch.uint8], ids=str)
+def test_what_counts_is_the_logical_order(dtype: torch.dtype) -> None:
+    """Strides, offsets and the size of pieces have no part in it, also where a copy is made in pieces."""
+    plain = some(dtype, 3, 300, 401)
+    expected = by_definition(plain.view(-1).view(torch.uint8).numpy().tobytes())
+    wide = torch.cat((plain, plain), dim=2)
+    offset = torch.cat((plain.view(-1)[:1], plain.view(-1)))[1:].view(plain.shape)
+    for tensor in (plain, plain.permute(2, 0, 1).contiguous().permute(1, 2, 0), wide[:, :, :401], offset):
+        for digester in (WHOLE, SMALLEST, Digester(2**22)):
+            assert digester.on_host(tensor) == expected
+            assert on_device(tensor, digester) == expected
+
+
+def test_a_conjugated_and_an_expanded_tensor_are_their_values() -> None:
+    """A flag that is not applied yet, and entries that are repeated by stride 0."""
+    numbers = some(torch.complex64, 5)
+    assert WHOLE.on_host(numbers.conj()) == WHOLE.on_host(numbers.conj().resolve_conj())
+    row = some(torch.float32, 7)
+    assert WHOLE.on_host(row.expand(3, 7)) == on_device(row.expand(3, 7)) == WHOLE.on_host(row.repeat(3, 1))
+
+
+def test_the_number_of_threads_has_no_part_in_it() -> None:
+    """Sums of integers do not depend on how they are split."""
+    tensor = torch.randn(1_000_003, generator=torch.Generator().manual_seed(3))
+    before = torch.get_num_threads()
+    digests = set()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            digests |= {WHOLE.on_host(tensor), on_device(tensor)}
+    finally:
+        torch.set_num_threads(before)
+    assert len(digests) == 1
+
+
+def test_blocks_beyond_the_kept_multipliers_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made when they are needed, and are the same."""
+    data = random_bytes(5 * 8 * BLOCK_WORDS + 11)
+    expected = WHOLE.on_host(data)
+    monkeypatch.setattr("torchinstruments.statistics.digests._NUM_MULTIPLIERS", 2)
+    for scratch in (1, 2**28):
+        assert Digester(scratch).on_host(data) == on_device(data, Digester(scratch)) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
+def test_a_device_gives_the_digests_of_the_host_without_a_wait(dtype: torch.dtype) -> None:
+    """Nothing is read where they are computed, and one copy brings them all, bit for bit."""
+    tensors = [some(dtype, 3), some(dtype, 300, 401), some(dtype, 400, 300).t(), some(dtype, 0, 4)]
+    tensors += [some(dtype, count) for count in range(20)]
+    digester = Digester(2**20)
+    numbers = DeviceNumbers(DEVICE, torch.int64)
+    with Accelerator():
+        on_it = [put(tensor) for tensor in tensors]
+        places = [numbers.add(digester.on_device(tensor)) for tensor in on_it]
+        numbers.send()
+        assert Accelerator.num_host_copies == 0
+        found = [unsigned(int(numbers.read(place)[0])) for place in places]
+        assert Accelerator.num_host_copies == 1
+    assert found == [WHOLE.on_host(tensor) for tensor in tensors]
+    assert any(digest >= 2**63 for digest in found)
+
+
+def test_scratch_is_bounded() -> None:
+    """A piece is a quarter of the bound at most, of contiguous tensors and of those that are gathered."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        """Notes the largest tensor that an operation made, views left out."""
+
+        num_bytes = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            known = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+            if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known:
+                Largest.num_bytes = max(Largest.num_bytes, result.untyped_storage().nbytes())
+            return result
+
+    tensor = torch.randn(3000, 1001)
+    digester = Digester(4 * 2**20)
+    WHOLE.on_host(tensor), digester.on_device(tensor[:1])
+    for one in (tensor, tensor.t().contiguous().t()):
+        with Largest():
+            digester.on_device(one)
+    assert 0 < Largest.num_bytes <= 2**20
