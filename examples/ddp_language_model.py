@@ -9,9 +9,11 @@ gradients are synchronised once a step. Telemetry takes the two lines marked bel
 """
 
 import argparse
+import json
 import os
 import sys
 import sysconfig
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -152,6 +154,51 @@ class TensorLog:
         module.register_forward_hook(keep_output)
 
 
+class StepLog:
+    """The script's own record of its steps, to check telemetry against: one line of JSON each.
+
+    Whether a step was applied is told by the parameters themselves: they have changed, or they have not.
+
+    Args:
+        model: The model, without its DDP wrapper.
+        optimizer: Steps its parameters.
+        scaler: Scales its loss.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._before: list[torch.Tensor] = []
+        self._line: dict[str, object] = {}
+        self._lines: list[str] = []
+
+    def begin(self, step: int) -> None:
+        """Takes what there is before the first forward of a step."""
+        self._before = [parameter.detach().clone() for parameter in self._model.parameters()]
+        self._line = {"step": step, "began_at": time.time(), "lr": self._optimizer.param_groups[0]["lr"]}
+
+    def gradients(self) -> None:
+        """Takes what the scaler will find: the gradients after the last backward of a step."""
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        self._line["is_finite"] = all(bool(gradient.isfinite().all()) for gradient in gradients)
+        # A scaler gets its scale at the first loss that it scales.
+        self._line["scale_before"] = self._scaler.get_scale()
+
+    def end(self) -> None:
+        """Takes what became of a step."""
+        now = self._model.parameters()
+        changed = any(not torch.equal(a, b) for a, b in zip(self._before, now, strict=True))
+        self._line |= {"applied": changed, "scale_after": self._scaler.get_scale(), "ended_at": time.time()}
+        self._lines.append(json.dumps(self._line))
+
+    def write(self, path: Path) -> None:
+        """Writes all lines."""
+        path.write_text("\n".join(self._lines) + "\n", encoding="utf-8")
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where this process stands among the ranks."""
@@ -188,6 +235,7 @@ def train(options: argparse.Namespace, place: Place) -> None:
         device=place.device,
     )
     log = TensorLog(inner) if options.log_tensors else None
+    steps = StepLog(inner, optimizer, scaler) if options.log_steps else None
 
     observer = inject_observer(
         model, output_dir=options.output_dir, sampler=make_sampler(options)
@@ -195,6 +243,8 @@ def train(options: argparse.Namespace, place: Place) -> None:
     try:
         for step in range(options.steps):
             losses: list[torch.Tensor] = []
+            if steps is not None:
+                steps.begin(step)
             for micro_batch in range(options.micro_batches):
                 if log is not None:
                     log.prefix = f"{step}/{micro_batch}" if is_logged(step, options) else None
@@ -203,16 +253,24 @@ def train(options: argparse.Namespace, place: Place) -> None:
                     with torch.autocast(place.device.type, torch.float16, enabled=options.fp16):
                         logits = model(inputs)
                         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+                    if (step, micro_batch) == (options.overflow_at, 0) and is_last(place):
+                        loss = loss * float("inf")
                     scaler.scale(loss / options.micro_batches).backward()
                 losses.append(loss.detach())
+            if steps is not None:
+                steps.gradients()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
+            if steps is not None:
+                steps.end()
             if place.rank == 0 and (step % 10 == 0 or step == options.steps - 1):
                 print(f"step {step:4d}  loss {torch.stack(losses).mean():.3f}", flush=True)
     finally:
         remove_observer(model)  # line two
 
+    if steps is not None:
+        steps.write(Path(f"{options.log_steps}-rank-{place.rank:03d}.jsonl"))
     if log is not None:
         log.write(Path(f"{options.log_tensors}-rank-{place.rank:03d}.npz"))
     if place.rank == 0:
@@ -224,6 +282,11 @@ def synchronised(model: nn.Module, *, last: bool) -> AbstractContextManager[None
     if isinstance(model, DistributedDataParallel) and not last:
         return model.no_sync()
     return nullcontext()
+
+
+def is_last(place: Place) -> bool:
+    """Returns whether this is the last of the ranks."""
+    return place.rank == place.world_size - 1
 
 
 def make_sampler(options: argparse.Namespace) -> SamplingPolicy:
@@ -253,6 +316,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fp16", action="store_true", help="autocast to float16, with a GradScaler")
     parser.add_argument(
+        "--overflow-at",
+        type=int,
+        metavar="STEP",
+        help="let the last rank's loss be infinite in the first micro-batch of this step",
+    )
+    parser.add_argument(
         "--output-dir",
         default=os.environ.get("OUTPUT_DIR", "runs/language-model"),
         help="folder or URL for the telemetry (default: the variable OUTPUT_DIR, else runs/language-model)",
@@ -264,6 +333,11 @@ def parse_options() -> argparse.Namespace:
         "--log-tensors",
         metavar="PREFIX",
         help="write what the layers put out on sampled steps as .npz, a rank",
+    )
+    parser.add_argument(
+        "--log-steps",
+        metavar="PREFIX",
+        help="write what became of each step as .jsonl, a rank",
     )
     return parser.parse_args()
 

@@ -27,7 +27,7 @@ PROGRAMS = str(Path(sys.executable).parent)
 
 
 def run(
-    *command: str | Path, cwd: Path, expected_code: int = 0, **variables: str
+    *command: str | Path | int, cwd: Path, expected_code: int = 0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end and returns it; its output is shown where it failed."""
     environment = os.environ | {"PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}"} | variables
