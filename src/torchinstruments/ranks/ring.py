@@ -106,7 +106,7 @@ class Ring:
             # Counted first: from here on what the slot held may be gone.
             self._num_begun = ordinal + 1
             slot = ordinal % self._num_slots
-            self._buffer[slot : slot + 1].copy_(tensor.reshape(1), non_blocking=True)
+            self._buffer.select(0, slot).fill_(tensor if tensor.ndim == 0 else tensor.reshape(()))
             if self._module is not None:
                 self._record()
             self._num_kept = ordinal + 1
@@ -120,7 +120,7 @@ class Ring:
         """
         if self._module is None:
             slot = ordinal % self._num_slots
-            value = float(self._buffer[slot : slot + 1].cpu().item())
+            value = float(self._buffer.select(0, slot).cpu().item())
             return value if ordinal >= self._num_begun - self._num_slots else None
         if ordinal >= self._fetched_ordinals.stop:
             self._fetch()

@@ -65,7 +65,7 @@ def _wrapped():
     return [
         (owner.__name__, name)
         for owner in (GradScaler, ShardedGradScaler)
-        for name in ("scale", "step")
+        for name in ("scale", "unscale_", "step", "update")
         if hasattr(vars(owner).get(name), "__wrapped__")
     ]
 
@@ -85,13 +85,16 @@ def test_an_ordinary_optimizer_is_applied_or_skipped_by_the_scalers_findings():
         assert [r.lr for r in training.records] == [0.1] * 3
 
 
-def test_a_fused_optimizer_decides_on_the_device_and_stays_unknown():
+def test_a_fused_optimizer_is_called_in_any_case_and_its_findings_decide():
     """It is called on both steps, so that a call proves nothing."""
     with _Training() as training:
         optimizer, scaler = AdamW(training.model.parameters(), fused=True), _scaler_of()
         for overflow in (False, True):
             training.step(scaler, optimizer, overflow=overflow)
-        assert training.close() == [(Outcome.UNKNOWN, Evidence.NONE, None)] * 2
+        assert training.close() == [
+            (Outcome.APPLIED, Evidence.FOUND_INF, 0.0),
+            (Outcome.SKIPPED, Evidence.FOUND_INF, 1.0),
+        ]
 
 
 def test_a_disabled_scaler_leaves_the_hooks_evidence():
@@ -152,10 +155,14 @@ def test_the_classes_are_restored_exactly_by_the_last_of_several_watches():
         with _Training():
             assert _wrapped() == [
                 ("GradScaler", "scale"),
+                ("GradScaler", "unscale_"),
                 ("GradScaler", "step"),
+                ("GradScaler", "update"),
                 ("ShardedGradScaler", "scale"),
+                ("ShardedGradScaler", "unscale_"),
+                ("ShardedGradScaler", "update"),
             ]
-        assert len(_wrapped()) == 3
+        assert len(_wrapped()) == 7
     assert _wrapped() == []
     assert [vars(owner)["scale"] for owner in (GradScaler, ShardedGradScaler)] == originals
 
