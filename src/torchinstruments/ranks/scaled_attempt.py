@@ -5,7 +5,7 @@ The writer thread reads the tickets and decides the outcome.
 
 An ordinary optimizer is called only where the scaler found nothing, and its hooks tell whether it was. A
 fused one is always called and decides on the device, by comparing the findings with exactly 1: two findings
-that were added up (several devices, or the ranks of a ``ShardedGradScaler`` after ``unscale_``) are no 1, and
+that were added up (those of several devices, or of ranks where the program makes them agree) are no 1, and
 torch's optimizers then apply what the scaler thinks is skipped. Such an outcome is left unknown, beside the
 number that says why. Where the findings are out of reach a scale that fell tells of a skip, unless the
 program set it, or another optimizer shares the scaler; a scale that did not fall tells nothing.
