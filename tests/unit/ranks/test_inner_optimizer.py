@@ -1,5 +1,7 @@
 """The optimizer inside what a program steps."""
 
+from typing import Any
+
 from torch import nn
 from torch.optim import SGD, Optimizer
 
@@ -32,7 +34,7 @@ def test_an_ordinary_optimizer_is_itself() -> None:
 
 def test_an_optimizer_with_hooks_that_holds_another_is_itself() -> None:
     """ZeroRedundancyOptimizer is one: its step is the outer one."""
-    outer = SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    outer: Any = SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     outer.optim = SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     assert inner_optimizer(outer) is outer
 

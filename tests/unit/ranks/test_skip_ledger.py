@@ -286,13 +286,13 @@ def test_a_loop_that_runs_its_closure_before_it_unscales_and_steps(kind: str) ->
     """As Lightning does it: closure, unscale_, clip, step, update."""
     with ScaledTraining() as training:
         optimizer, scaler = _optimizer(kind, training.model["a"].parameters()), grad_scaler()
+
+        def closure(*, overflow: bool = False) -> None:
+            optimizer.zero_grad()
+            training.backward(scaler, overflow=overflow)
+
         for overflow in overflows(".x."):
-
-            def closure(overflow: bool = overflow) -> None:
-                optimizer.zero_grad()
-                training.backward(scaler, overflow=overflow)
-
-            closure()
+            closure(overflow=overflow)
             scaler.unscale_(optimizer)
             with training.oracle(scaler, training.model["a"].parameters()):
                 scaler.step(optimizer)
@@ -327,7 +327,7 @@ def test_a_disabled_scaler_passes_a_closure_on() -> None:
 class _Accelerated(Optimizer):
     """The shape of Accelerate's wrapper: an Optimizer that never ran its base class's ``__init__``."""
 
-    def __init__(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+    def __init__(self, optimizer: Any, scaler: GradScaler) -> None:
         self.optimizer = optimizer
         self.scaler = scaler
         self.called = False
@@ -340,12 +340,11 @@ class _Accelerated(Optimizer):
 
         self._original, self._patched = original, patched
 
-    @property
-    def param_groups(self):
-        return self.optimizer.param_groups
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
 
     @override
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> None:  # pyrefly: ignore
         self.optimizer.step = self._patched
         self.scaler.step(self.optimizer, closure)
         self.scaler.update()
@@ -371,7 +370,7 @@ def test_a_wrapper_that_steps_the_inner_optimizer_with_a_patched_method(kind: st
 class _Holder:
     """No Optimizer, but it holds one and lends its attributes."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: object) -> None:
         self._optimizer = optimizer
 
     def __getattr__(self, name: str) -> Any:
@@ -418,7 +417,8 @@ def test_a_learning_rate_scheduler_changes_nothing_but_the_rate(kind: str) -> No
 def test_an_optimizer_whose_step_was_compiled_is_judged_by_the_findings() -> None:
     """Its hooks are traced away, so that a call that nobody saw proves no skip."""
     with ScaledTraining() as training:
-        optimizer, scaler = SGD(training.model["a"].parameters(), lr=0.1), grad_scaler()
+        optimizer: Any = SGD(training.model["a"].parameters(), lr=0.1)
+        scaler = grad_scaler()
         optimizer.step = torch.compile(optimizer.step, backend="eager")
         for overflow in overflows(".x."):
             training.step(scaler, optimizer, overflow=overflow)
@@ -429,7 +429,8 @@ def test_an_optimizer_whose_step_was_compiled_is_judged_by_the_findings() -> Non
 def test_a_step_that_the_program_replaced_by_nothing_is_unknown() -> None:
     """The scaler found nothing and called something, but no step was seen."""
     with ScaledTraining() as training:
-        optimizer, scaler = SGD(training.model["a"].parameters(), lr=0.1), grad_scaler()
+        optimizer: Any = SGD(training.model["a"].parameters(), lr=0.1)
+        scaler = grad_scaler()
         optimizer.step = dict
         training.backward(scaler)
         scaler.step(optimizer)
@@ -473,7 +474,7 @@ class _OwnScaling(Optimizer):
         super().__init__(parameters, {"lr": 0.1})
 
     @override
-    def step(self, closure=None, *, grad_scaler=None):
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:  # pyrefly: ignore
         scale = grad_scaler._scale
         with torch.no_grad():
             for parameter in self.param_groups[0]["params"]:
