@@ -1,7 +1,6 @@
 """Numbers on their way through a ring: never a wrong one, no wait, no host read, no memory."""
 
 import threading
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from typing_extensions import override
 from torchinstruments.ranks import ring as ring_module
 from torchinstruments.ranks.ring import NUM_SLOTS, Ring, Rings
 from unit.statistics.accelerator import Accelerator, AcceleratorTensor, operation_name, put
+from unit.statistics.streams import Event, Stream, Streams, pretend_streams
 
 
 def test_a_number_is_the_one_that_was_there_when_it_was_kept() -> None:
@@ -158,80 +158,18 @@ def test_on_a_fake_cuda_device_the_copy_stays_there() -> None:
     assert (kept.device.type, kept.dtype, buffer.nbytes) == ("cuda", torch.float64, 131_072)
 
 
-class _Streams:
-    """Streams and events that write down what is asked of them: the shape of ``torch.cuda``."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.current = _Stream(self, "training")
-        streams = self
-
-        class Event(_Event):
-            def __init__(self) -> None:
-                super().__init__(streams)
-
-        self.Event = Event
-
-    def Stream(self, _: torch.device) -> "_Stream":
-        return _Stream(self, "side")
-
-    def current_stream(self, _: torch.device) -> "_Stream":
-        return self.current
-
-    @contextmanager
-    def stream(self, stream: "_Stream"):
-        before, self.current = self.current, stream
-        yield
-        self.current = before
-
-
-class _Stream:
-    def __init__(self, streams: _Streams, name: str) -> None:
-        self.streams, self.name = streams, name
-
-    def wait_event(self, event: "_Event") -> None:
-        self.streams.log.append(f"{self.name} waits for {event.recorded_on}")
-
-
-class _Event:
-    def __init__(self, streams: _Streams) -> None:
-        self.streams, self.recorded_on = streams, ""
-
-    def record(self, stream: _Stream) -> None:
-        self.recorded_on = stream.name
-        self.streams.log.append(f"record on {stream.name}")
-
-    def synchronize(self) -> None:
-        self.streams.log.append(f"wait for {self.recorded_on}")
-
-
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> _Streams:
-    """Gives the pretended device streams, events, and pinned memory that is ordinary."""
-    streams, empty = _Streams(), torch.empty
-
-    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        return empty(*args, **kwargs)
-
-    def outlives(_: torch.Tensor, stream: _Stream) -> None:
-        streams.log.append(f"memory outlives {stream.name}")
-
-    def module_of(_: torch.device) -> _Streams:
-        return streams
-
-    monkeypatch.setattr(ring_module, "_ASYNCHRONOUS", frozenset({"ipu"}))
-    monkeypatch.setattr(torch, "get_device_module", module_of)
-    monkeypatch.setattr(torch, "empty", unpinned)
-    monkeypatch.setattr(AcceleratorTensor, "record_stream", outlives, raising=False)
-    return streams
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    """Gives the pretended device streams and events."""
+    return pretend_streams(monkeypatch, ring_module)
 
 
-def test_the_training_thread_records_and_the_reader_waits_on_a_stream_of_its_own(streams: _Streams) -> None:
+def test_the_training_thread_records_and_the_reader_waits_on_a_stream_of_its_own(streams: Streams) -> None:
     """One copy serves all tickets that were there before it; this shows the order of calls, not a GPU's."""
     with Accelerator():
         ring = Ring(put(torch.zeros(())), num_slots=4)
         tickets = [ring.keep(put(torch.tensor(float(index)))) for index in range(3)]
-        assert streams.log == ["record on training"] * 3
+        assert streams.log == ["pin", *["record on training"] * 3]
         assert Accelerator.num_host_copies == 0
         streams.log.clear()
         assert [ticket.read() for ticket in tickets] == [0.0, 1.0, 2.0]
@@ -242,15 +180,16 @@ def test_the_training_thread_records_and_the_reader_waits_on_a_stream_of_its_own
         assert Accelerator.num_host_copies == 2
 
 
-def test_a_second_stream_has_its_own_event_and_keeps_the_memory_alive(streams: _Streams) -> None:
+def test_a_second_stream_has_its_own_event_and_keeps_the_memory_alive(streams: Streams) -> None:
     """A reader waits for both."""
     with Accelerator():
         ring = Ring(put(torch.zeros(())), num_slots=4)
         ring.keep(put(torch.tensor(1.0)))
-        streams.current = _Stream(streams, "other")
+        streams.current = Stream(streams, "other")
         ticket = ring.keep(put(torch.tensor(2.0)))
         ring.keep(put(torch.tensor(3.0)))
         assert streams.log == [
+            "pin",
             "record on training",
             "memory outlives other",
             "record on other",
@@ -262,7 +201,7 @@ def test_a_second_stream_has_its_own_event_and_keeps_the_memory_alive(streams: _
 
 
 def test_a_device_ring_that_went_round_while_it_was_copied_has_no_number(
-    streams: _Streams, monkeypatch: pytest.MonkeyPatch
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The training thread counts a slot before it writes it, and the reader looks at the count afterwards."""
     with Accelerator():
@@ -273,7 +212,7 @@ def test_a_device_ring_that_went_round_while_it_was_copied_has_no_number(
             ring.keep(put(torch.tensor(4.0)))
             ring.keep(put(torch.tensor(5.0)))
 
-        monkeypatch.setattr(_Event, "synchronize", two_more)
+        monkeypatch.setattr(Event, "synchronize", two_more)
         assert [ticket.read() for ticket in tickets] == [None, None, 2.0, 3.0]
 
 
