@@ -12,7 +12,7 @@ from typing_extensions import override
 from torchinstruments.ranks import ring as ring_module
 from torchinstruments.ranks.ring import NUM_SLOTS, Ring, Rings
 from unit.statistics.accelerator import Accelerator, AcceleratorTensor, operation_name, put
-from unit.statistics.streams import Event, Stream, Streams, pretend_streams
+from unit.statistics.streams import PretendedEvent, PretendedStream, Streams, pretend_streams
 
 
 def test_a_number_is_the_one_that_was_there_when_it_was_kept() -> None:
@@ -185,7 +185,7 @@ def test_a_second_stream_has_its_own_event_and_keeps_the_memory_alive(streams: S
     with Accelerator():
         ring = Ring(put(torch.zeros(())), num_slots=4)
         ring.keep(put(torch.tensor(1.0)))
-        streams.current = Stream(streams, "other")
+        streams.current = PretendedStream(streams, "other")
         ticket = ring.keep(put(torch.tensor(2.0)))
         ring.keep(put(torch.tensor(3.0)))
         assert streams.log == [
@@ -212,7 +212,7 @@ def test_a_device_ring_that_went_round_while_it_was_copied_has_no_number(
             ring.keep(put(torch.tensor(4.0)))
             ring.keep(put(torch.tensor(5.0)))
 
-        monkeypatch.setattr(Event, "synchronize", two_more)
+        monkeypatch.setattr(PretendedEvent, "synchronize", two_more)
         assert [ticket.read() for ticket in tickets] == [None, None, 2.0, 3.0]
 
 

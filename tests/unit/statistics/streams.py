@@ -15,24 +15,24 @@ import torch
 from unit.statistics.accelerator import DEVICE, AcceleratorTensor
 
 
-class Stream:
+class PretendedStream:
     """A stream with a name."""
 
     def __init__(self, streams: "Streams", name: str) -> None:
         self.streams, self.name = streams, name
 
-    def wait_event(self, event: "Event") -> None:
+    def wait_event(self, event: "PretendedEvent") -> None:
         """Lets the stream wait on the device."""
         self.streams.log.append(f"{self.name} waits for {event.recorded_on}")
 
 
-class Event:
+class PretendedEvent:
     """An event, recorded on streams."""
 
     def __init__(self, streams: "Streams") -> None:
         self.streams, self.recorded_on = streams, ""
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: PretendedStream) -> None:
         """Marks a point of a stream."""
         self.recorded_on = stream.name
         self.streams.log.append(f"record on {stream.name}")
@@ -53,25 +53,25 @@ class Streams:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.current = Stream(self, "training")
+        self.current = PretendedStream(self, "training")
         streams = self
 
-        class OwnEvent(Event):
+        class OwnEvent(PretendedEvent):
             def __init__(self) -> None:
                 super().__init__(streams)
 
         self.Event = OwnEvent
 
-    def Stream(self, _: torch.device) -> Stream:
+    def Stream(self, _: torch.device) -> PretendedStream:
         """Makes a stream that is none of the program's."""
-        return Stream(self, "side")
+        return PretendedStream(self, "side")
 
-    def current_stream(self, _: torch.device) -> Stream:
+    def current_stream(self, _: torch.device) -> PretendedStream:
         """Returns the current one."""
         return self.current
 
     @contextmanager
-    def stream(self, stream: Stream) -> Generator[None]:
+    def stream(self, stream: PretendedStream) -> Generator[None]:
         """Makes a stream the current one."""
         before, self.current = self.current, stream
         yield
@@ -88,7 +88,7 @@ def pretend_streams(
         streams.log.extend(["pin"] * pin_memory)
         return empty(*args, **kwargs)
 
-    def outlives(_: torch.Tensor, stream: Stream) -> None:
+    def outlives(_: torch.Tensor, stream: PretendedStream) -> None:
         streams.log.append(f"memory outlives {stream.name}")
 
     def module_of(_: torch.device) -> Streams:
