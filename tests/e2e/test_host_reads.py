@@ -51,7 +51,7 @@ def _operations(folder: Path | None, kind: str) -> Counter[str]:
     )
 
 
-@pytest.mark.filterwarnings("ignore:torchinstruments. the run has no sample:UserWarning")
+@pytest.mark.filterwarnings("ignore:torchinstruments. the run has no sample:RuntimeWarning")
 @pytest.mark.parametrize("kind", ["plain", "fused"])
 def test_an_unsampled_step_reads_nothing_on_the_host_and_costs_a_copy_a_number(
     tmp_path: Path, kind: str

@@ -344,16 +344,16 @@ class ScalerWatch:
         if self._only is not None:
             if only is None or only is scaler or getattr(only, "_scale", None) is not None:
                 return
-            given = "a scaler that has not scaled anything"
+            given = "a scaler that has not scaled anything was given, but another"
         elif isinstance(self._declared, Unset):
             return
         else:
-            given = f"scaler={self._declared}"
+            given = f"scaler={self._declared} was given, but a"
         self._is_contradicted = True
         if self._on_notice is not None:
             self._on_notice(
                 "loss_scale",
-                f"{given} was given, but another {type(scaler).__name__} stepped an optimizer of this model; "
+                f"{given} {type(scaler).__name__} stepped an optimizer of this model; "
                 f"the loss scale of gradients is recorded as unknown from here on; give that scaler as "
                 f"scaler=, or leave the argument out",
             )

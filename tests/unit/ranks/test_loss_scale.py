@@ -274,7 +274,7 @@ def test_a_scaler_that_steps_against_what_was_declared_is_said_once_and_makes_it
         training.step(scaler, optimizer, overflow=True)
         assert training.scalers.current_scale() == (None, ScaleProvenance.UNKNOWN)
         (notice,) = training.notices
-        assert notice.startswith(f"scaler={declared} was given, but another GradScaler stepped an optimizer")
+        assert notice.startswith(f"scaler={declared} was given, but a GradScaler stepped an optimizer")
         assert training.close() == [
             (Outcome.APPLIED, Evidence.FOUND_INF, 0.0),
             (Outcome.SKIPPED, Evidence.FOUND_INF, 1.0),
