@@ -62,10 +62,8 @@ def test_an_unsampled_step_reads_nothing_on_the_host_and_costs_a_copy_a_number(
     assert bare - observed == Counter()
     more = observed - bare
     copies = 5 * NUM_STEPS
-    assert more == {
-        "aten::detach": copies,
-        "aten::select": copies,
-        "aten::fill_": copies,
-        "aten::copy_": copies,
-    } | ({name: more[name] for name in ("aten::as_strided", "aten::to", "aten::_to_copy") if more[name]})
-    assert more["aten::item"] == more["aten::_local_scalar_dense"] == 0
+    assert {name: more[name] for name in ("aten::select", "aten::fill_", "aten::copy_")} == dict.fromkeys(
+        ("aten::select", "aten::fill_", "aten::copy_"), copies
+    )
+    # The view of a slot is made of another.
+    assert set(more) == {"aten::select", "aten::as_strided", "aten::fill_", "aten::copy_"}

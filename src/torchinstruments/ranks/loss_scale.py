@@ -46,7 +46,7 @@ class _Open:
         lr: Its learning rate when the attempt began.
         attempt: What is known of it so far.
         num_ended: Steps of the optimizer that had ended when the scaler's step began.
-        is_running: Whether the scaler's step runs now.
+        is_begun: Whether the scaler's step was called; of one that raised, the optimizer's own hooks tell.
     """
 
     optimizer: int
@@ -54,7 +54,7 @@ class _Open:
     lr: float | None
     attempt: ScaledAttempt
     num_ended: int = 0
-    is_running: bool = False
+    is_begun: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -188,7 +188,7 @@ class ScalerWatch:
             return None
         begun = self._open(scaler, optimizer, known)
         begun.num_ended = known.num_ended
-        begun.is_running = True
+        begun.is_begun = True
         begun.attempt.scale_before = self._keep_scale(scaler)
         # A program may have changed what an earlier unscale_ found, to make its ranks agree.
         begun.attempt.found_inf = None
@@ -212,7 +212,6 @@ class ScalerWatch:
         if self._own is None or self._own() is not scaler:
             self._own = weakref.ref(scaler)
             self._compare_with_declared(scaler)
-        begun.is_running = False
         attempt = begun.attempt
         attempt.is_stepped = True
         attempt.is_plain_scaler = _is_plain(scaler)
@@ -244,12 +243,6 @@ class ScalerWatch:
                 evidence=verdict.evidence,
                 amendment=attempt,
             )
-
-    def step_raised(self, scaler: GradScaler, begun: _Open | None) -> None:
-        """Takes that a scaler's ``step`` raised; the optimizer's hooks tell the rest (training thread)."""
-        ledger = self._ledgers.get(id(scaler))
-        if begun is not None and ledger is not None and begun in ledger.open:
-            ledger.open.remove(begun)
 
     def update_begins(self, scaler: GradScaler) -> None:
         """Takes that an update begins, which discards the findings (training thread, hot path)."""
@@ -304,7 +297,7 @@ class ScalerWatch:
     def _abandon(self, ledger: _Ledger) -> None:
         """Tells the clock of attempts that were unscaled and never stepped."""
         for one in ledger.open:
-            if not one.attempt.is_stepped and not one.is_running:
+            if not one.is_begun:
                 self._clock.step_skipped(
                     one.known.key,
                     self._now(),

@@ -10,7 +10,6 @@ thread counts a slot before it queues the copy into it, and the writer looks at 
 """
 
 import threading
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -183,19 +182,15 @@ class Rings:
         Raises:
             Exception: Whatever the device raises.
         """
-        grad_enabled = torch.is_grad_enabled()
-        if not grad_enabled and not _has_modes():
+        if not _has_modes():
             return self._keep(tensor)
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            if _has_modes():
-                # They may count, cache or rewrite every operation of the program, which this is none of.
-                stack.enter_context(DisableTorchFunction())
-                stack.enter_context(_disable_current_modes())
+        # They may count, cache or rewrite every operation of the program, which this is none of.
+        with DisableTorchFunction(), _disable_current_modes():
             return self._keep(tensor)
 
     def _keep(self, tensor: torch.Tensor) -> Ticket | None:
-        local = tensor.detach()
+        # Nothing here requires a gradient, so that nothing is recorded for autograd.
+        local = tensor.detach() if tensor.requires_grad else tensor
         if type(local) is not torch.Tensor and isinstance(local, _Distributed):
             local = local.to_local()
         if local.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -38,15 +38,11 @@ class ScalerListener(Protocol):
         ...
 
     def step_begins(self, scaler: GradScaler, optimizer: object) -> object:
-        """Takes that ``step`` begins; what it returns comes back with the end."""
+        """Takes that ``step`` begins; what it returns comes back with the end, unless that raises."""
         ...
 
     def step_returned(self, scaler: GradScaler, optimizer: object, begun: Any) -> None:
         """Takes that ``step`` returned."""
-        ...
-
-    def step_raised(self, scaler: GradScaler, begun: Any) -> None:
-        """Takes that ``step`` raised."""
         ...
 
     def update_begins(self, scaler: GradScaler) -> None:
@@ -130,10 +126,6 @@ class _Patches:
         self._inside.names = (*running, name)
         try:
             result = original(scaler, *args, **kwargs)
-        except BaseException:
-            if name == "step":
-                _tell_raised(listeners, scaler, begun)
-            raise
         finally:
             self._inside.names = running
         _tell(listeners, name, scaler, subject, begun)
@@ -222,16 +214,6 @@ def _tell(
                 listener.step_returned(scaler, subject, begun[index])
             else:
                 listener.updated(scaler, is_scale_set=subject is not None)
-        except Exception as error:  # noqa: BLE001
-            listener.report(error)
-
-
-def _tell_raised(
-    listeners: tuple[ScalerListener, ...], scaler: GradScaler, begun: tuple[object, ...]
-) -> None:
-    for listener, token in zip(listeners, begun, strict=True):
-        try:
-            listener.step_raised(scaler, token)
         except Exception as error:  # noqa: BLE001
             listener.report(error)
 
