@@ -4,6 +4,7 @@ What is here checks arguments and puts the rooms together; nothing is measured, 
 """
 
 import itertools
+import math
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from torchinstruments import environment
@@ -31,7 +33,7 @@ from torchinstruments.observe.sampling import (
 from torchinstruments.observe.selection import Layer, Selector, leaf_modules, select_layers
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.identity import new_process_id
-from torchinstruments.ranks.loss_scale import ScalerWatch
+from torchinstruments.ranks.loss_scale import DeclaredScale, ScalerWatch
 from torchinstruments.ranks.optimizers import OptimizerWatch
 from torchinstruments.ranks.policy import parse_policy
 from torchinstruments.records import Identity, Signal
@@ -69,6 +71,7 @@ def inject_observer(
     error_policy: ErrorPolicy | str = ErrorPolicy.WARN,
     capture_direct_forwards: bool = False,
     optimizer: Optimizer | Unset = UNSET,
+    scaler: GradScaler | float | Unset | None = UNSET,
     fingerprints: bool = False,
 ) -> Observer:
     """Attaches an observer to a model; call it on every rank, after the model was wrapped.
@@ -104,6 +107,8 @@ def inject_observer(
         capture_direct_forwards: Whether calls of ``module.forward(...)`` that bypass ``module(...)`` are
             measured too.
         optimizer: The one whose steps count, where not every optimizer of the model's parameters should.
+        scaler: What scales the loss: a gradient scaler, a number that the loop multiplies the loss with, or
+            None for nothing. Where it is not given, a gradient scaler is found by itself.
         fingerprints: Whether a digest of every parameter and buffer is kept once an attempt that is sampled,
             by which replicas on different ranks can be compared.
 
@@ -153,6 +158,7 @@ def inject_observer(
         raise ConfigurationError(
             f"capture_direct_forwards={capture_direct_forwards!r} is not possible; give True or False"
         )
+    declared_scale = _declared_scale(scaler)
     if not isinstance(fingerprints, bool):
         raise ConfigurationError(f"fingerprints={fingerprints!r} is not possible; give True or False")
     refuse_second(model)
@@ -195,6 +201,7 @@ def inject_observer(
         reducers=chosen_reducers,
         error_policy=errors,
         optimizer=None if isinstance(optimizer, Unset) else optimizer,
+        scaler=declared_scale,
         selector_errors=selector_errors,
         histograms=chosen_histograms,
         focus=focus if chosen_histograms else frozenset(),
@@ -239,6 +246,7 @@ def _attach(
     reducers: Sequence[Reducer],
     error_policy: ErrorPolicy,
     optimizer: Optimizer | None,
+    scaler: DeclaredScale,
     selector_errors: Sequence[tuple[str, BaseException]],
     histograms: Sequence[HistogramReducer],
     focus: frozenset[int],
@@ -255,7 +263,13 @@ def _attach(
     faults = Faults(error_policy, session.put_error)
     clock = StepClock(declared_optimizer=optimizer is not None)
     optimizers = OptimizerWatch(clock, parameters, optimizer, on_error=faults.report_companion)
-    scale = ScalerWatch(clock, optimizers, on_error=faults.report_companion)
+    scale = ScalerWatch(
+        clock,
+        optimizers,
+        declared=scaler,
+        on_error=faults.report_companion,
+        on_notice=faults.notice_companion,
+    )
     probe = RootProbe(
         model,
         layers=layers,
@@ -347,6 +361,19 @@ def _histograms(histograms: object) -> tuple[HistogramReducer, ...]:
     if twice is not None:
         raise ConfigurationError(f"histograms has the name {twice!r} twice; give each its own name=")
     return tuple(histograms)
+
+
+def _declared_scale(scaler: object) -> DeclaredScale:
+    if scaler is None or isinstance(scaler, (Unset, GradScaler)):
+        return scaler
+    if isinstance(scaler, (int, float)) and not isinstance(scaler, bool):
+        number = float(scaler)
+        if math.isfinite(number) and number > 0:
+            return number
+    raise ConfigurationError(
+        f"scaler={scaler!r} is not possible; give the torch.amp.GradScaler of the training loop, None where "
+        f"nothing scales the loss, a positive number that the loop multiplies it with, or leave it out"
+    )
 
 
 def _sampler(interval: timedelta | Unset, sampler: SamplingPolicy | None) -> SamplingPolicy:

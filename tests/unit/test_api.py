@@ -16,6 +16,7 @@ import polars as pl
 import pytest
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from torchinstruments import (
     AlwaysSampler,
@@ -387,6 +388,13 @@ def test_histograms_cover_the_layers_in_focus_alone(tmp_path: Path) -> None:
             "history_config and a DirectorySink",
         ),
         ({"capture_direct_forwards": 1}, "capture_direct_forwards=1"),
+        ({"scaler": "1024"}, "scaler='1024' is not possible; give the torch.amp.GradScaler"),
+        ({"scaler": True}, "scaler=True"),
+        ({"scaler": 0}, "scaler=0"),
+        ({"scaler": -1.0}, "scaler=-1.0"),
+        ({"scaler": float("nan")}, "scaler=nan"),
+        ({"scaler": float("inf")}, "scaler=inf"),
+        ({"scaler": GradScaler}, "scaler=<class"),
         ({"fingerprints": "all"}, "fingerprints='all'"),
     ],
 )

@@ -105,6 +105,10 @@ class Faults:
         """Takes an error of optimizer hooks or of the scaler watch; it never raises (any thread)."""
         self.report(probe, "", error)
 
+    def notice_companion(self, probe: str, sentence: str) -> None:
+        """Takes what the scaler watch has to say, as `notice`; it never raises (any thread)."""
+        self.notice(probe, "", sentence)
+
     def disarm(self) -> None:
         """Makes it usable in a forked child, where the lock may be held for ever."""
         self._lock = threading.RLock()

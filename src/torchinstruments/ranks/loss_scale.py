@@ -1,37 +1,75 @@
-"""Knows the loss scale and the skipped steps of a gradient scaler without its handle or a host read.
+"""Knows the loss scale, and what gradient scalers did with each optimizer, without a handle or a host read.
 
-While a watch is attached, ``scale`` and ``step`` of `torch.amp.GradScaler` and of every subclass that
-overrides them (``ShardedGradScaler``) are wrapped at class level: a scaler's own ``__dict__`` stays as it is,
-so pickling it still works. The last `detach` restores the classes exactly; where somebody else wrapped them
-in the meantime, the wrapper stays below theirs and passes calls through.
-
-A scaler reads its findings on the host before it calls an ordinary optimizer, so that a step which did not
-happen was skipped. A fused optimizer is always called and decides on the device: its outcome is left unknown.
+For each optimizer of the model that a scaler steps, an attempt is filled between two updates: the scale at
+the step, what the scaler found, the scale after the update. All three are copied on the device and read by
+the writer thread, which decides the outcome; see `torchinstruments.ranks.scaled_attempt`. Gradients that were
+unscaled and never stepped before the update are an attempt too, an abandoned one.
 
 A scaler belongs to this model once it has stepped one of its optimizers. Until then a single scaler that was
-seen to scale counts as this model's; of several, none does.
+seen to scale counts as this model's; of several, none does. What the caller declared counts before all that,
+until a scaler is seen to contradict it. The ledger takes every scaler that steps one of the model's
+optimizers, whatever was declared: what happened to a step is a fact.
 """
 
-import functools
-import os
-import sys
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from importlib import import_module
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from torchinstruments.config import UNSET, Unset
+from torchinstruments.ranks import scaler_methods
 from torchinstruments.ranks.clock import StepClock
+from torchinstruments.ranks.inner_optimizer import inner_optimizer, is_hooked
 from torchinstruments.ranks.optimizers import KnownOptimizer, OptimizerWatch, first_lr
+from torchinstruments.ranks.ring import Rings, Ticket
+from torchinstruments.ranks.scaled_attempt import ScaledAttempt
 from torchinstruments.records import Evidence, Outcome, ScaleProvenance
 
-__all__ = ["USER_CALL_CODE", "ScalerWatch"]
+__all__ = ["DeclaredScale", "ScalerWatch"]
 
-_METHODS = ("scale", "step")
+DeclaredScale = GradScaler | float | None | Unset
+"""The scaler of the model, a fixed scale that the loop multiplies with itself, None for none, or not said."""
+
+_MAX_OPEN = 256
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """An attempt of one optimizer that its scaler has not updated after.
+
+    Attributes:
+        optimizer: Address of what the scaler was given, under which it keeps its findings.
+        known: The optimizer that is stepped.
+        lr: Its learning rate when the attempt began.
+        attempt: What is known of it so far.
+        num_ended: Steps of the optimizer that had ended when the scaler's step began.
+        is_begun: Whether the scaler's step was called; of one that raised, the optimizer's own hooks tell.
+    """
+
+    optimizer: int
+    known: KnownOptimizer
+    lr: float | None
+    attempt: ScaledAttempt
+    num_ended: int = 0
+    is_begun: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Ledger:
+    """What one scaler did since its last update.
+
+    Attributes:
+        scaler: The scaler.
+        open: Attempts of this model's optimizers.
+        has_others: Whether it checked gradients of another model's optimizer too.
+    """
+
+    scaler: weakref.ref[GradScaler]
+    open: list[_Open] = field(default_factory=list)
+    has_others: bool = False
 
 
 class ScalerWatch:
@@ -42,32 +80,54 @@ class ScalerWatch:
         clock: StepClock,
         optimizers: OptimizerWatch,
         *,
+        declared: DeclaredScale = UNSET,
         on_error: Callable[[str, BaseException], None] | None = None,
+        on_notice: Callable[[str, str], None] | None = None,
         now: Callable[[], float] = time.perf_counter,
+        rings: Rings | None = None,
     ) -> None:
         """Makes a watch that is not attached yet.
 
         Args:
             clock: Receives skipped steps, and evidence for applied ones.
             optimizers: Says which optimizers are this model's.
-            on_error: Called with the probe ``loss_scale`` and the exception for everything that fails.
+            declared: What the caller says of the loss scale.
+            on_error: Called with the probe ``loss_scale`` and the exception for everything that fails, on
+                the writer thread too.
+            on_notice: Called with the probe ``loss_scale`` and a sentence where a scaler contradicts what
+                was declared; once.
             now: Monotonic seconds, the same clock that the `StepClock` is fed with.
+            rings: Where numbers wait, where other bounds than the default ones are wanted.
         """
         self._clock = clock
         self._optimizers = optimizers
         self._on_error = on_error
+        self._on_notice = on_notice
         self._now = now
+        self._rings = Rings() if rings is None else rings
+        self._declared = None if isinstance(declared, GradScaler) else declared
+        self._only = weakref.ref(declared) if isinstance(declared, GradScaler) else None
+        self._fixed = torch.tensor(declared, dtype=torch.float64) if isinstance(declared, float) else None
+        self._is_contradicted = False
         self._seen: list[weakref.ref[GradScaler]] = []
         self._own: weakref.ref[GradScaler] | None = None
         self._foreign: list[weakref.ref[GradScaler]] = []
+        self._ledgers: dict[int, _Ledger] = {}
 
     def attach(self) -> None:
         """Wraps the scaler classes, or shares the wrapping of another watch."""
-        _PATCHES.add(self)
+        scaler_methods.listen(self)
 
     def detach(self) -> None:
-        """Stops listening; the last watch to leave restores the classes."""
-        _PATCHES.remove(self)
+        """Stops listening, and tells of attempts that were unscaled and never stepped. Idempotent."""
+        scaler_methods.stop_listening(self)
+        ledgers = list(self._ledgers.values())
+        self._ledgers.clear()
+        try:
+            for ledger in ledgers:
+                self._abandon(ledger)
+        except Exception as error:  # noqa: BLE001 - detaching goes on
+            self.report(error)
 
     def current_scale(self) -> tuple[torch.Tensor | None, ScaleProvenance]:
         """Returns the tensor that holds the loss scale, and how it is known (training thread, hot path).
@@ -75,19 +135,34 @@ class ScalerWatch:
         The tensor is the scaler's own, on its device, and changes in place: copy it now, read it later.
 
         Returns:
-            ``(scale, GRADSCALER)``; ``(None, NONE_SEEN)`` where no enabled scaler scaled since `attach`;
-            ``(None, UNKNOWN)`` where it cannot be told whether a scaler is this model's.
+            ``(scale, GRADSCALER)``; ``(scale, EXPLICIT)`` and ``(None, UNSCALED)`` as the caller declared;
+            ``(None, NONE_SEEN)`` where no enabled scaler scaled since `attach`; ``(None, UNKNOWN)`` where it
+            cannot be told whether a scaler is this model's, or one contradicts what was declared.
         """
+        if self._is_contradicted:
+            return None, ScaleProvenance.UNKNOWN
+        if self._only is not None:
+            only = self._only()
+            if only is None:
+                return None, ScaleProvenance.UNKNOWN
+            return _scale_of(only) if only.is_enabled() else (None, ScaleProvenance.UNSCALED)
         own = self._own() if self._own is not None else None
         if own is not None:
-            return own._scale, ScaleProvenance.GRADSCALER  # noqa: SLF001
+            return _scale_of(own)
         seen = _alive(self._seen)
         if not seen:
             # A subclass that was imported after attach is not wrapped yet.
-            _PATCHES.wrap_new_classes()
+            scaler_methods.wrap_new_classes()
+        if not isinstance(self._declared, Unset):
+            if not all(_holds(self._foreign, scaler) for scaler in seen):
+                # It may scale this model's loss against what was declared: its first step will tell.
+                return None, ScaleProvenance.UNKNOWN
+            provenance = ScaleProvenance.UNSCALED if self._fixed is None else ScaleProvenance.EXPLICIT
+            return self._fixed, provenance
+        if not seen:
             return None, ScaleProvenance.NONE_SEEN
         if len(seen) == 1 and not _holds(self._foreign, seen[0]):
-            return seen[0]._scale, ScaleProvenance.GRADSCALER  # noqa: SLF001
+            return _scale_of(seen[0])
         return None, ScaleProvenance.UNKNOWN
 
     def scaled(self, scaler: GradScaler) -> None:
@@ -96,177 +171,215 @@ class ScalerWatch:
             self._seen = [weakref.ref(one) for one in _alive(self._seen)]
             self._seen.append(weakref.ref(scaler))
 
-    def step_begins(self, optimizer: object) -> tuple[KnownOptimizer, int] | None:
-        """Returns what `step_returned` compares with, or None for another model's optimizer (hot path)."""
-        entry = self._optimizers.known(optimizer)
-        return (entry, entry.num_ended) if entry is not None else None
+    def unscaled(self, scaler: GradScaler, optimizer: object) -> None:
+        """Takes that the program had an optimizer's gradients unscaled (training thread, hot path)."""
+        known = self._optimizers.known(inner_optimizer(optimizer))
+        if known is None:
+            self._ledger(scaler).has_others = True
+            return
+        attempt = self._open(scaler, optimizer, known).attempt
+        attempt.scale_before = self._keep_scale(scaler)
+        attempt.found_inf = self._keep_findings(scaler, id(optimizer))
 
-    def step_returned(
-        self, scaler: GradScaler, optimizer: object, before: tuple[KnownOptimizer, int] | None
-    ) -> None:
+    def step_begins(self, scaler: GradScaler, optimizer: object) -> _Open | None:
+        """Returns the attempt, or None for another model's optimizer (training thread, hot path)."""
+        known = self._optimizers.known(inner_optimizer(optimizer))
+        if known is None:
+            return None
+        begun = self._open(scaler, optimizer, known)
+        begun.num_ended = known.num_ended
+        begun.is_begun = True
+        begun.attempt.scale_before = self._keep_scale(scaler)
+        # A program may have changed what an earlier unscale_ found, to make its ranks agree.
+        begun.attempt.found_inf = None
+        return begun
+
+    def step_returned(self, scaler: GradScaler, optimizer: object, begun: _Open | None) -> None:
         """Takes that a scaler's ``step`` returned without an exception (training thread, hot path).
 
         Args:
             scaler: The scaler.
             optimizer: What it was to step.
-            before: What `step_begins` returned.
+            begun: What `step_begins` returned.
         """
-        if before is None:
+        self.scaled(scaler)
+        if begun is None:
+            self._ledger(scaler).has_others = True
             if not _holds(self._foreign, scaler):
                 self._foreign = [weakref.ref(one) for one in _alive(self._foreign)]
                 self._foreign.append(weakref.ref(scaler))
             return
         if self._own is None or self._own() is not scaler:
             self._own = weakref.ref(scaler)
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            return
-        entry, num_ended_before = before
-        if entry.num_ended > num_ended_before:
-            self._clock.step_resolved(
-                entry.key, outcome=Outcome.APPLIED, evidence=Evidence.FOUND_INF, found_inf=0.0
-            )
-        elif getattr(getattr(type(optimizer), "step", None), "hooked", False):
-            self._clock.step_skipped(entry.key, self._now(), lr=first_lr(optimizer), found_inf=1.0)
+            self._compare_with_declared(scaler)
+        attempt = begun.attempt
+        attempt.is_stepped = True
+        attempt.is_plain_scaler = _is_plain(scaler)
+        if attempt.found_inf is None:
+            attempt.found_inf = self._keep_findings(scaler, begun.optimizer)
+        stepped = inner_optimizer(optimizer)
+        known = begun.known
+        if known.num_ended > begun.num_ended:
+            attempt.ran = True
+            attempt.decides_on_device = known.decides_on_device
+            if attempt.decides_on_device and attempt.found_inf == () and not _has_gradients(stepped):
+                # There was nothing to find, and the optimizer had nothing to decide.
+                attempt.decides_on_device = False
         else:
-            # A step that torch does not wrap has no hooks, so nobody could see whether it ran.
+            # Torch calls no hooks for a step that it did not wrap, or that was compiled.
+            attempt.ran = False if is_hooked(stepped) and not _is_compiled(stepped) else None
+            attempt.decides_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        verdict = attempt.provisional()
+        if attempt.ran:
+            self._clock.step_resolved(
+                known.key, outcome=verdict.outcome, evidence=verdict.evidence, amendment=attempt
+            )
+        else:
             self._clock.step_skipped(
-                entry.key,
+                known.key,
                 self._now(),
-                lr=first_lr(optimizer),
-                outcome=Outcome.UNKNOWN,
-                evidence=Evidence.NONE,
+                lr=first_lr(stepped),
+                outcome=verdict.outcome,
+                evidence=verdict.evidence,
+                amendment=attempt,
             )
 
+    def update_begins(self, scaler: GradScaler) -> None:
+        """Takes that an update begins, which discards the findings (training thread, hot path)."""
+        ledger = self._ledgers.get(id(scaler))
+        for one in () if ledger is None else ledger.open:
+            if one.attempt.found_inf is None:
+                one.attempt.found_inf = self._keep_findings(scaler, one.optimizer)
+
+    def updated(self, scaler: GradScaler, *, is_scale_set: bool) -> None:
+        """Takes that an update returned (training thread, hot path).
+
+        Args:
+            scaler: The scaler.
+            is_scale_set: Whether the program gave it a scale.
+        """
+        ledger = self._ledgers.pop(id(scaler), None)
+        if ledger is None or not ledger.open:
+            return
+        after = self._keep_scale(scaler)
+        is_alone = not ledger.has_others and len({one.optimizer for one in ledger.open}) == 1
+        for one in ledger.open:
+            one.attempt.scale_after = after
+            one.attempt.is_scale_set = is_scale_set
+            one.attempt.is_alone = is_alone
+        self._abandon(ledger)
+
     def report(self, error: BaseException) -> None:
-        """Takes an exception of this package's own code (training thread, hot path)."""
+        """Takes an exception of this package's own code (training or writer thread)."""
         if self._on_error is not None:
             self._on_error("loss_scale", error)
 
+    def _open(self, scaler: GradScaler, optimizer: object, known: KnownOptimizer) -> _Open:
+        """Returns the attempt of an optimizer that is not stepped yet, a new one where there is none."""
+        ledger = self._ledger(scaler)
+        for one in ledger.open:
+            if one.optimizer == id(optimizer) and one.known is known and not one.attempt.is_stepped:
+                return one
+        if len(ledger.open) >= _MAX_OPEN:
+            # A scaler that is never updated.
+            del ledger.open[0]
+        opened = _Open(id(optimizer), known, first_lr(known.reference()), ScaledAttempt(self.report))
+        ledger.open.append(opened)
+        return opened
 
-class _Patches:
-    """The wrapped methods of this process, and the watches that listen; one instance."""
+    def _ledger(self, scaler: GradScaler) -> _Ledger:
+        ledger = self._ledgers.get(id(scaler))
+        if ledger is None or ledger.scaler() is not scaler:
+            self._ledgers = {key: one for key, one in self._ledgers.items() if one.scaler() is not None}
+            ledger = self._ledgers[id(scaler)] = _Ledger(weakref.ref(scaler))
+        return ledger
 
-    def __init__(self) -> None:
-        self.listeners: tuple[ScalerWatch, ...] = ()
-        self._originals: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
-        self._classes: set[type] = set()
-        # Garbage collection may detach a watch while this thread holds the lock.
-        self._lock = threading.RLock()
-        self._inside = threading.local()
-        self._pid = os.getpid()
+    def _abandon(self, ledger: _Ledger) -> None:
+        """Tells the clock of attempts that were unscaled and never stepped."""
+        for one in ledger.open:
+            if not one.is_begun:
+                self._clock.step_skipped(
+                    one.known.key,
+                    self._now(),
+                    lr=one.lr,
+                    outcome=Outcome.ABANDONED,
+                    evidence=Evidence.NONE,
+                    amendment=one.attempt,
+                )
 
-    def add(self, watch: ScalerWatch) -> None:
-        with self._lock:
-            if watch not in self.listeners:
-                self.listeners = (*self.listeners, watch)
-            self._pid = os.getpid()
-            if "torch.distributed.fsdp" in sys.modules:
-                import_module("torch.distributed.fsdp.sharded_grad_scaler")
-            self._wrap_classes()
+    def _keep_scale(self, scaler: GradScaler) -> Ticket | None:
+        scale: object = getattr(scaler, "_scale", None)
+        return self._keep(scale) if isinstance(scale, torch.Tensor) else None
 
-    def remove(self, watch: ScalerWatch) -> None:
-        with self._lock:
-            self.listeners = tuple(one for one in self.listeners if one is not watch)
-            if self.listeners:
-                return
-            for (owner, name), (original, wrapper) in self._originals.items():
-                if vars(owner).get(name) is wrapper:
-                    setattr(owner, name, original)
-            self._originals.clear()
-            self._classes.clear()
+    def _keep_findings(self, scaler: GradScaler, optimizer: int) -> tuple[Ticket, ...] | None:
+        """Copies what a scaler found, one number a device; None where that is out of reach."""
+        states = getattr(scaler, "_per_optimizer_states", None)
+        # It makes an entry where one is asked for that is not there.
+        state = states.get(optimizer) if isinstance(states, dict) else None
+        findings = state.get("found_inf_per_device") if isinstance(state, dict) else None
+        if not isinstance(findings, dict):
+            return None
+        tickets = tuple(ticket for found in findings.values() if (ticket := self._keep(found)) is not None)
+        return tickets if len(tickets) == len(findings) else None
 
-    def wrap_new_classes(self) -> None:
-        """Wraps subclasses that were made since; cheap where there are none, and never waits."""
-        if self._classes.issuperset(_family(GradScaler)) or not self._lock.acquire(blocking=False):
+    def _keep(self, tensor: torch.Tensor) -> Ticket | None:
+        try:
+            return self._rings.keep(tensor)
+        except Exception as error:  # noqa: BLE001 - what the host knows is told all the same
+            self.report(error)
+            return None
+
+    def _compare_with_declared(self, scaler: GradScaler) -> None:
+        """Says once that a scaler steps an optimizer of the model against what was declared."""
+        if self._is_contradicted:
             return
-        try:
-            if self.listeners:
-                self._wrap_classes()
-        finally:
-            self._lock.release()
-
-    def call(
-        self,
-        name: str,
-        original: Callable[..., Any],
-        scaler: GradScaler,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Calls a scaler's method and tells the watches, unless a method of the same call does so already."""
-        listeners = self.listeners
-        outer = getattr(self._inside, "method", None)
-        if not listeners or outer == name or os.getpid() != self._pid:
-            return original(scaler, *args, **kwargs)
-        self._inside.method = name
-        try:
-            optimizer = args[0] if args else kwargs.get("optimizer")
-            enabled = scaler.is_enabled()
-            begun = _begin(listeners, optimizer) if enabled and name == "step" else ()
-            result = original(scaler, *args, **kwargs)
-            if enabled:
-                _tell(listeners, name, scaler, optimizer, begun)
-            return result
-        finally:
-            self._inside.method = outer
-
-    def _wrap_classes(self) -> None:
-        for owner in _family(GradScaler):
-            if owner in self._classes:
-                continue
-            self._classes.add(owner)
-            for name in _METHODS:
-                original = vars(owner).get(name)
-                if original is not None:
-                    wrapper = _pass_through(name, original)
-                    self._originals[owner, name] = (original, wrapper)
-                    setattr(owner, name, wrapper)
+        only = self._only() if self._only is not None else None
+        if self._only is not None:
+            if only is None or only is scaler or getattr(only, "_scale", None) is not None:
+                return
+            given = "a scaler that has not scaled anything was given, but another"
+        elif isinstance(self._declared, Unset):
+            return
+        else:
+            given = f"scaler={self._declared} was given, but a"
+        self._is_contradicted = True
+        if self._on_notice is not None:
+            self._on_notice(
+                "loss_scale",
+                f"{given} {type(scaler).__name__} stepped an optimizer of this model; "
+                f"the loss scale of gradients is recorded as unknown from here on; give that scaler as "
+                f"scaler=, or leave the argument out",
+            )
 
 
-def _pass_through(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def scaler_method(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        return _PATCHES.call(name, original, self, args, kwargs)
-
-    return scaler_method
-
-
-def _begin(
-    listeners: tuple[ScalerWatch, ...], optimizer: object
-) -> tuple[tuple[KnownOptimizer, int] | None, ...]:
-    begun: list[tuple[KnownOptimizer, int] | None] = []
-    for watch in listeners:
-        entry = None
-        try:
-            entry = watch.step_begins(optimizer)
-        except Exception as error:  # noqa: BLE001
-            watch.report(error)
-        begun.append(entry)
-    return tuple(begun)
+def _scale_of(scaler: GradScaler) -> tuple[torch.Tensor | None, ScaleProvenance]:
+    scale: object = getattr(scaler, "_scale", None)
+    if scale is None:
+        return None, ScaleProvenance.NONE_SEEN
+    if isinstance(scale, torch.Tensor):
+        return scale, ScaleProvenance.GRADSCALER
+    # A subclass may hold what is no tensor.
+    return None, ScaleProvenance.UNKNOWN
 
 
-def _tell(
-    listeners: tuple[ScalerWatch, ...],
-    name: str,
-    scaler: GradScaler,
-    optimizer: object,
-    begun: tuple[tuple[KnownOptimizer, int] | None, ...],
-) -> None:
-    for index, watch in enumerate(listeners):
-        try:
-            if name == "step":
-                watch.scaled(scaler)
-                watch.step_returned(scaler, optimizer, begun[index])
-            elif name == "scale":
-                watch.scaled(scaler)
-        except Exception as error:  # noqa: BLE001
-            watch.report(error)
+def _is_plain(scaler: GradScaler) -> bool:
+    """Returns whether a scaler calls its optimizer if and only if it found nothing, as torch's own does."""
+    for owner in type(scaler).__mro__:
+        if owner is GradScaler:
+            return True
+        if "step" in vars(owner) or "_maybe_opt_step" in vars(owner):
+            return False
+    return False
 
 
-def _family(owner: type) -> Iterator[type]:
-    yield owner
-    for child in owner.__subclasses__():
-        yield from _family(child)
+def _is_compiled(optimizer: object) -> bool:
+    """Returns whether an optimizer's step was compiled, which takes its hooks away."""
+    return hasattr(getattr(optimizer, "step", None), "_torchdynamo_orig_callable")
+
+
+def _has_gradients(optimizer: object) -> bool:
+    groups = getattr(optimizer, "param_groups", ())
+    return any(parameter.grad is not None for group in groups for parameter in group.get("params", ()))
 
 
 def _alive(references: list[weakref.ref[GradScaler]]) -> list[GradScaler]:
@@ -275,9 +388,3 @@ def _alive(references: list[weakref.ref[GradScaler]]) -> list[GradScaler]:
 
 def _holds(references: list[weakref.ref[GradScaler]], scaler: GradScaler) -> bool:
     return any(reference() is scaler for reference in references)
-
-
-_PATCHES = _Patches()
-
-USER_CALL_CODE = _Patches.call.__code__
-"""Of the frame that calls a scaler's own method: what runs directly below it is the user's program."""

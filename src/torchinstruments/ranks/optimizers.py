@@ -47,6 +47,7 @@ class KnownOptimizer:
         belongs: Whether its parameters are the model's.
         witnesses: What `belongs` rests on; compared again at each step.
         num_ended: Steps of it that ended.
+        decides_on_device: Whether a scaler left it to the last of them to skip, on the device.
     """
 
     reference: weakref.ref[Optimizer]
@@ -54,6 +55,7 @@ class KnownOptimizer:
     belongs: bool
     witnesses: _Witnesses
     num_ended: int = 0
+    decides_on_device: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +182,8 @@ class OptimizerWatch:
             if self._outermost is not None and self._outermost.address == id(sys._getframe(1)):  # noqa: SLF001
                 self._outermost = None
             outcome, evidence = Outcome.APPLIED, Evidence.OPTIMIZER_HOOK
-            if _decides_on_device(optimizer, kwargs):
+            entry.decides_on_device = _decides_on_device(optimizer, kwargs)
+            if entry.decides_on_device:
                 outcome, evidence = Outcome.UNKNOWN, Evidence.NONE
             self._clock.step_ended(
                 entry.key, self._now(), lr=first_lr(optimizer), outcome=outcome, evidence=evidence

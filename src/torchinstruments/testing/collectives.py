@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchinstruments.ranks.loss_scale import USER_CALL_CODE
+from torchinstruments.ranks.scaler_methods import USER_CALL_CODE
 
 __all__ = ["CollectiveForbiddenError", "no_collectives"]
 

@@ -1,7 +1,7 @@
 """Real gradient scalers on the CPU under the watch."""
 
-import copy
-import pickle
+import gc
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from torchinstruments.config import UNSET
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.loss_scale import ScalerWatch
 from torchinstruments.ranks.optimizers import OptimizerWatch
@@ -21,16 +22,27 @@ from torchinstruments.records import Evidence, GradSync, Outcome, ScaleProvenanc
 class _Training:
     """A one-weight model, its clock, and both watches."""
 
-    def __init__(self):
+    def __init__(self, declared: Any = UNSET):
         self.model = nn.Linear(1, 1, bias=False)
         self.errors = []
         self.clock = StepClock()
         self.optimizers = OptimizerWatch(self.clock, self.model.parameters, on_error=self.report)
-        self.scalers = ScalerWatch(self.clock, self.optimizers, on_error=self.report)
+        self.notices = []
+        self.scalers = ScalerWatch(
+            self.clock,
+            self.optimizers,
+            declared=declared,
+            on_error=self.report,
+            on_notice=self.notice,
+        )
         self.records = []
 
     def report(self, probe, error):
         self.errors.append((probe, error))
+
+    def notice(self, probe, sentence):
+        assert probe == "loss_scale"
+        self.notices.append(sentence)
 
     def __enter__(self):
         self.optimizers.attach()
@@ -61,15 +73,6 @@ def _scaler_of(**options):
     return GradScaler("cpu", init_scale=1024.0, **options)
 
 
-def _wrapped():
-    return [
-        (owner.__name__, name)
-        for owner in (GradScaler, ShardedGradScaler)
-        for name in ("scale", "step")
-        if hasattr(vars(owner).get(name), "__wrapped__")
-    ]
-
-
 def test_an_ordinary_optimizer_is_applied_or_skipped_by_the_scalers_findings():
     """The scaler reads them on the host itself, before it calls the optimizer."""
     with _Training() as training:
@@ -85,13 +88,16 @@ def test_an_ordinary_optimizer_is_applied_or_skipped_by_the_scalers_findings():
         assert [r.lr for r in training.records] == [0.1] * 3
 
 
-def test_a_fused_optimizer_decides_on_the_device_and_stays_unknown():
+def test_a_fused_optimizer_is_called_in_any_case_and_its_findings_decide():
     """It is called on both steps, so that a call proves nothing."""
     with _Training() as training:
         optimizer, scaler = AdamW(training.model.parameters(), fused=True), _scaler_of()
         for overflow in (False, True):
             training.step(scaler, optimizer, overflow=overflow)
-        assert training.close() == [(Outcome.UNKNOWN, Evidence.NONE, None)] * 2
+        assert training.close() == [
+            (Outcome.APPLIED, Evidence.FOUND_INF, 0.0),
+            (Outcome.SKIPPED, Evidence.FOUND_INF, 1.0),
+        ]
 
 
 def test_a_disabled_scaler_leaves_the_hooks_evidence():
@@ -145,55 +151,6 @@ def test_a_scaler_that_is_gone_is_forgotten():
         assert training.scalers.current_scale() == (None, ScaleProvenance.NONE_SEEN)
 
 
-def test_the_classes_are_restored_exactly_by_the_last_of_several_watches():
-    """The first to leave must not take the wrapping from the other."""
-    originals = [vars(owner)[name] for owner in (GradScaler, ShardedGradScaler) for name in ("scale",)]
-    with _Training():
-        with _Training():
-            assert _wrapped() == [
-                ("GradScaler", "scale"),
-                ("GradScaler", "step"),
-                ("ShardedGradScaler", "scale"),
-            ]
-        assert len(_wrapped()) == 3
-    assert _wrapped() == []
-    assert [vars(owner)["scale"] for owner in (GradScaler, ShardedGradScaler)] == originals
-
-
-def test_a_wrapper_that_somebody_else_put_on_top_is_left_in_place():
-    """And ours below it becomes a passage."""
-    calls = []
-
-    class _Own(GradScaler):
-        @override
-        def scale(self, outputs):
-            return super().scale(outputs)
-
-    training = _Training()
-    with training:
-        ours = vars(_Own)["scale"]
-
-        def theirs(self, outputs):
-            calls.append(outputs)
-            return ours(self, outputs)
-
-        type.__setattr__(_Own, "scale", theirs)
-    assert hasattr(ours, "__wrapped__")
-    assert vars(_Own)["scale"] is theirs
-    assert _Own("cpu", init_scale=8.0).scale(torch.ones(())).item() == 8.0
-    assert len(calls) == 1
-    assert training.scalers.current_scale() == (None, ScaleProvenance.NONE_SEEN)
-
-
-def test_a_scaler_can_be_pickled_and_copied_under_the_watch():
-    """Checkpoints hold scalers."""
-    with _Training() as training:
-        scaler = _scaler_of()
-        training.step(scaler, SGD(training.model.parameters(), lr=0.1))
-        assert pickle.loads(pickle.dumps(scaler)).state_dict() == scaler.state_dict()
-        assert copy.deepcopy(scaler).state_dict() == scaler.state_dict()
-
-
 def test_a_sharded_scaler_is_seen_though_it_overrides_scale():
     """It does not call the method of its base class."""
     with _Training() as training:
@@ -218,15 +175,6 @@ def test_a_subclass_that_is_made_after_attach_is_known_from_the_next_question_on
         scaler.scale(torch.ones(()))
         assert training.scalers.current_scale() == (scaler._scale, ScaleProvenance.GRADSCALER)
     assert not hasattr(_Late.scale, "__wrapped__")
-
-
-def test_an_exception_of_the_scaler_reaches_the_caller_unchanged():
-    """And leaves no record behind."""
-    with _Training() as training:
-        scaler = _scaler_of()
-        with pytest.raises(AssertionError, match="Attempted step but _scale is None"):
-            scaler.step(SGD(training.model.parameters(), lr=0.1))
-        assert training.close() == []
 
 
 class _HostReads(TorchDispatchMode):
@@ -255,3 +203,121 @@ def test_the_watch_reads_nothing_on_the_host():
     without = _count_host_reads(_Training())
     with _Training() as training:
         assert _count_host_reads(training) == without
+
+
+def test_a_declared_scaler_alone_counts_from_the_beginning_on():
+    """Another one that scales as well is not asked, whatever it steps once the declared one has scaled."""
+    scaler, other = _scaler_of(), _scaler_of()
+    with _Training(scaler) as training:
+        other.scale(torch.ones(()))
+        assert training.scalers.current_scale() == (None, ScaleProvenance.NONE_SEEN)
+        optimizer = SGD(training.model.parameters(), lr=0.1)
+        training.step(scaler, optimizer)
+        training.step(other, optimizer, overflow=True)
+        assert training.scalers.current_scale() == (scaler._scale, ScaleProvenance.GRADSCALER)
+        assert training.notices == []
+        # What became of a step is a fact whoever scaled.
+        assert [outcome for outcome, _, _ in training.close()] == [Outcome.APPLIED, Outcome.SKIPPED]
+
+
+def test_a_declared_scaler_that_is_disabled_declares_that_nothing_scales():
+    """It passes the loss on as it is."""
+    with _Training(_scaler_of(enabled=False)) as training:
+        assert training.scalers.current_scale() == (None, ScaleProvenance.UNKNOWN)
+    scaler = _scaler_of(enabled=False)
+    with _Training(scaler) as training:
+        assert training.scalers.current_scale() == (None, ScaleProvenance.UNSCALED)
+
+
+def test_a_declared_scaler_that_is_gone_leaves_the_scale_unknown():
+    """The watch keeps no scaler alive."""
+    scaler = _scaler_of()
+    with _Training(scaler) as training:
+        scaler.scale(torch.ones(()))
+        del scaler
+        gc.collect()
+        assert training.scalers.current_scale() == (None, ScaleProvenance.UNKNOWN)
+
+
+def test_a_declared_scaler_that_never_scaled_is_contradicted_by_one_that_steps():
+    """Most likely the wrong one was given."""
+    declared, scaler = _scaler_of(), _scaler_of()
+    with _Training(declared) as training:
+        training.step(scaler, SGD(training.model.parameters(), lr=0.1))
+        assert training.scalers.current_scale() == (None, ScaleProvenance.UNKNOWN)
+        (notice,) = training.notices
+        assert notice.startswith("a scaler that has not scaled anything was given, but another GradScaler")
+
+
+def test_none_declares_that_nothing_scales():
+    """A number beside it would be a guess."""
+    with _Training(None) as training:
+        assert training.scalers.current_scale() == (None, ScaleProvenance.UNSCALED)
+
+
+def test_a_number_declares_what_the_loop_multiplies_with():
+    """It comes as a tensor, like every other scale."""
+    with _Training(512.0) as training:
+        scale, provenance = training.scalers.current_scale()
+        assert scale is not None
+        assert (scale.item(), provenance) == (512.0, ScaleProvenance.EXPLICIT)
+
+
+@pytest.mark.parametrize("declared", [None, 512.0])
+def test_a_scaler_that_steps_against_what_was_declared_is_said_once_and_makes_it_unknown(declared):
+    """From its first scaling on nothing is claimed; the ledger has what the scaler did all the same."""
+    with _Training(declared) as training:
+        optimizer, scaler = SGD(training.model.parameters(), lr=0.1), _scaler_of()
+        scaler.scale(torch.ones(()))
+        assert training.scalers.current_scale() == (None, ScaleProvenance.UNKNOWN)
+        training.step(scaler, optimizer)
+        training.step(scaler, optimizer, overflow=True)
+        assert training.scalers.current_scale() == (None, ScaleProvenance.UNKNOWN)
+        (notice,) = training.notices
+        assert notice.startswith(f"scaler={declared} was given, but a GradScaler stepped an optimizer")
+        assert training.close() == [
+            (Outcome.APPLIED, Evidence.FOUND_INF, 0.0),
+            (Outcome.SKIPPED, Evidence.FOUND_INF, 1.0),
+        ]
+        assert [(r.scale_before, r.scale_after) for r in training.records] == [(1024, 1024), (1024, 512)]
+
+
+def test_a_scaler_of_another_model_does_not_contradict_what_was_declared():
+    """Once its step has shown whose it is."""
+    with _Training(None) as training:
+        other_model, other = nn.Linear(1, 1), _scaler_of()
+        other.scale(other_model(torch.ones(1, 1)).sum()).backward()
+        other.step(SGD(other_model.parameters(), lr=0.1))
+        assert training.scalers.current_scale() == (None, ScaleProvenance.UNSCALED)
+        assert training.notices == []
+
+
+def test_a_scaler_that_is_never_updated_does_not_fill_the_memory():
+    """Torch refuses a second step of one optimizer, but a program may make new ones for ever."""
+    with _Training() as training:
+        scaler = _scaler_of()
+        optimizers = [SGD(training.model.parameters(), lr=0.1) for _ in range(300)]
+        for optimizer in optimizers:
+            scaler.scale(training.model(torch.ones(1, 1)).sum()).backward()
+            scaler.step(optimizer)
+        (ledger,) = training.scalers._ledgers.values()
+        assert len(ledger.open) == 256
+        scaler.update()
+        assert training.scalers._ledgers == {}
+
+
+class _Broken(GradScaler):
+    """Answers nothing but what torch itself needs."""
+
+    @override
+    def is_enabled(self):
+        raise OSError("do not ask")
+
+
+def test_what_fails_in_a_scaler_of_somebody_elses_reaches_the_errors_and_not_the_loop():
+    """Its steps are then known by the optimizer's hooks alone."""
+    training = _Training()
+    with pytest.raises(AssertionError, match="loss_scale"), training:
+        training.step(_Broken("cpu", init_scale=2.0), SGD(training.model.parameters(), lr=0.1))
+    assert {(probe, str(error)) for probe, error in training.errors} == {("loss_scale", "do not ask")}
+    assert training.close() == [(Outcome.APPLIED, Evidence.OPTIMIZER_HOOK, None)]

@@ -120,11 +120,13 @@ def run_on_memory(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     stays = is_there if target is None else torch.device(target).type == DEVICE.type
     if is_there or stays:
         assert name not in WAITING_OPERATIONS, f"{name} makes the training thread wait for the device"
+        is_copied_out = name == "copy_" and not isinstance(args[0], AcceleratorTensor)
+        assert not is_copied_out or args[2:] == (True,), "copy_ makes its thread wait for the device"
         strangers = [
             tensor for tensor in tensors if not isinstance(tensor, AcceleratorTensor) and tensor.ndim
         ]
-        assert not strangers, f"{name} mixes tensors of the host and of the device"
-        is_to_host = not stays or (name == "copy_" and not isinstance(args[0], AcceleratorTensor))
+        assert not strangers or is_copied_out, f"{name} mixes tensors of the host and of the device"
+        is_to_host = not stays or is_copied_out
         Accelerator.num_host_copies += is_to_host
     if target is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
