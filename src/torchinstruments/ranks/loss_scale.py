@@ -23,7 +23,8 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.optim import Optimizer
 
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.optimizers import KnownOptimizer, OptimizerWatch, first_lr
@@ -90,6 +91,30 @@ class ScalerWatch:
             return seen[0]._scale, ScaleProvenance.GRADSCALER  # noqa: SLF001
         return None, ScaleProvenance.UNKNOWN
 
+    def scale_left(self, optimizer: Optimizer) -> tuple[torch.Tensor | float | None, ScaleProvenance]:
+        """Returns the factor by which an optimizer's gradients are still multiplied, and how it is known.
+
+        It is called while the optimizer begins its step, or was skipped (training thread, hot path).
+
+        Returns:
+            What `current_scale` returns, but ``(1.0, GRADSCALER)`` once the scaler has unscaled them, and
+            ``(None, UNKNOWN)`` where it knows other optimizers alone: one of them may wrap this one.
+        """
+        scale, provenance = self.current_scale()
+        if scale is None:
+            return None, provenance
+        for scaler in _alive([*self._seen, *([] if self._own is None else [self._own])]):
+            if scaler._scale is not scale:  # noqa: SLF001
+                continue
+            # Asked for with [], it would make an entry.
+            states = scaler._per_optimizer_states  # noqa: SLF001
+            state = states.get(id(optimizer))
+            if state is not None and state["stage"] is not OptState.READY:
+                return 1.0, provenance
+            if state is None and states:
+                return None, ScaleProvenance.UNKNOWN
+        return scale, provenance
+
     def scaled(self, scaler: GradScaler) -> None:
         """Takes that a scaler has scaled something (training thread, hot path)."""
         if not _holds(self._seen, scaler):
@@ -127,6 +152,8 @@ class ScalerWatch:
             )
         elif getattr(getattr(type(optimizer), "step", None), "hooked", False):
             self._clock.step_skipped(entry.key, self._now(), lr=first_lr(optimizer), found_inf=1.0)
+            if self._optimizers.listener is not None and isinstance(optimizer, Optimizer):
+                self._optimizers.listener.step_skipped(optimizer)
         else:
             # A step that torch does not wrap has no hooks, so nobody could see whether it ran.
             self._clock.step_skipped(
