@@ -73,6 +73,9 @@ class ParameterTracker:
 
     def sampled(self, position: Position, grad_sync: GradSync) -> ParameterGradients:
         """Returns what takes the gradients of a sampled forward that begins (training thread, hot path)."""
+        if self._latest is not None:
+            # Of another thread's forward.
+            self._latest.withdraw()
         model = self._model()
         sharded = frozenset[int]() if model is None else sharded_parameters(model)
         self._latest = ParameterGradients(grad_sync, position.attempt, sharded)
