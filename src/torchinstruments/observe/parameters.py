@@ -14,6 +14,7 @@ no sample, and copies and pickles of the model leave them behind.
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -141,9 +142,8 @@ class ParameterGradients:
     def withdraw(self) -> None:
         """Takes the hooks out of the parameters. Idempotent (any thread)."""
         self._is_withdrawn = True
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
 
     def accumulated(self, target: int) -> None:
         """Measures a gradient that was just added to; it never raises (autograd thread, hot path)."""
@@ -195,10 +195,15 @@ class ParameterGradients:
         """Puts the hook of a target before those of the program, which may take the gradient away."""
         handle = parameter.register_post_accumulate_grad_hook(ParameterHook(self, index))
         self._handles.append(handle)
+        if self._is_withdrawn:
+            # By another thread's forward, meanwhile.
+            handle.remove()
+            return
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        # The engine goes by the order of insertion alone.
-        for key in [key for key in hooks if key != handle.id]:
-            hooks[key] = hooks.pop(key)
+        others = [key for key in hooks if key != handle.id]
+        # The engine goes by the order of insertion alone. All in one call, so that no other thread's backward
+        # can come upon a moment without them.
+        deque(map(hooks.__setitem__, others, map(hooks.pop, others)), maxlen=0)
 
     def _take_accumulated(self, traversal: Traversal, index: int) -> None:
         """Measures the gradient of one target; of several times in one backward the last one counts."""

@@ -52,7 +52,7 @@ def applied(session: MemorySession) -> list[Measurement]:
 def one_weight(value_of: float = 1.0) -> nn.Sequential:
     """A model of one weight, whose gradient is its input."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False))
-    nn.init.constant_(model[0].weight, value_of)
+    nn.init.constant_(next(model.parameters()), value_of)
     return model
 
 

@@ -4,17 +4,20 @@ import copy
 import gc
 import io
 import pickle
+import threading
 import weakref
 from collections.abc import Collection
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from torchinstruments.observe.selection import leaf_modules
-from torchinstruments.records import Measurement, SampleState, Scope, Signal, Stage
+from torchinstruments.records import Execution, Measurement, SampleState, Scope, Signal, Stage
 from torchinstruments.statistics.histograms import histogram
 from unit.observe.memory import MemorySession, observe, value
 
@@ -43,13 +46,18 @@ def reasons(measured: Collection[Measurement]) -> dict[str, str]:
     return {f"{m.layer}.{m.tensor_path}": m.reasons[0] for m in measured}
 
 
-def true_means(model: nn.Module) -> dict[str, float]:
+def true_means(model: nn.Module) -> dict[str, Any]:
     """Mean of each gradient that is there."""
     return {
         name: pytest.approx(parameter.grad.double().mean().item())
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
+
+
+def weight_of(model: nn.Module) -> nn.Parameter:
+    """The first parameter."""
+    return next(model.parameters())
 
 
 def num_parameter_hooks(model: nn.Module) -> int:
@@ -63,7 +71,7 @@ def test_parameters_are_those_that_the_forward_finds(session: MemorySession) -> 
     observe(model, session, signals=PARAMETER)
     model(torch.randn(5, 4))
     with torch.no_grad():
-        model[0].weight.fill_(7.0)
+        weight_of(model).fill_(7.0)
         model(torch.randn(5, 4))
     first, second = session.samples()
     assert [(m.layer, m.tensor_path, m.stage, m.call_index) for m in first.measurements] == [
@@ -73,7 +81,10 @@ def test_parameters_are_those_that_the_forward_finds(session: MemorySession) -> 
         ("2", "bias", "", 0),
     ]
     bias = first.measurements[1]
-    assert (value(bias), bias.shape) == (pytest.approx(model[0].bias.double().mean().item()), (3,))
+    assert (value(bias), bias.shape) == (
+        pytest.approx(list(model.parameters())[1].double().mean().item()),
+        (3,),
+    )
     assert value(second.measurements[0]) == value(second.measurements[0], "max") == 7.0
     assert (second.settled, num_parameter_hooks(model)) == (True, 0)
 
@@ -105,8 +116,7 @@ def test_a_parameter_that_is_shared_stands_under_each_module_that_has_it(session
     observe(model, session, signals=PARAMETER | GRADIENT)
     model(torch.randn(2, 3)).pow(2).sum().backward()
     assert list(means(session.of(Signal.PARAMETER))) == ["0.weight", "2.weight"]
-    assert model[0].weight.grad is not None
-    truth = pytest.approx(model[0].weight.grad.double().mean().item())
+    truth = true_means(model)["0.weight"]
     for stage in (local(session), reduced(session)):
         assert means(stage) == {"0.weight": truth, "2.weight": truth}
 
@@ -182,7 +192,7 @@ def test_two_losses_are_two_traversals_of_the_parameters(session: MemorySession)
 def test_a_gradient_that_is_asked_for_adds_to_no_parameter(session: MemorySession) -> None:
     """torch.autograd.grad through the outputs leaves none, and an old one is not taken for new."""
     model = nn.Sequential(nn.Linear(2, 1, bias=False))
-    model[0].weight.grad = torch.full((1, 2), 9.0)
+    weight_of(model).grad = torch.full((1, 2), 9.0)
     observe(model, session, signals=GRADIENT)
     x = torch.ones(1, 2, requires_grad=True)
     torch.autograd.grad(model(x).sum(), x)
@@ -194,7 +204,7 @@ def test_a_backward_of_something_else_is_not_this_samples(session: MemorySession
     model = nn.Sequential(nn.Linear(2, 1, bias=False))
     observe(model, session, signals=GRADIENT)
     output = model(torch.ones(1, 2))
-    model[0].weight.pow(2).sum().backward()
+    weight_of(model).pow(2).sum().backward()
     assert len(session.samples()) == 1
     model.zero_grad()
     output.sum().backward()
@@ -275,7 +285,7 @@ def test_a_hook_of_the_program_that_takes_the_gradient_away_comes_later(session:
         parameter.grad = None
 
     model = nn.Sequential(nn.Linear(2, 1, bias=False))
-    model[0].weight.register_post_accumulate_grad_hook(take_away)
+    weight_of(model).register_post_accumulate_grad_hook(take_away)
     observe(model, session, signals=GRADIENT)
     model(torch.ones(1, 2)).sum().backward()
     assert means(local(session)) == {"0.weight": 1.0}
@@ -356,7 +366,7 @@ def test_nothing_keeps_a_model_alive(session: MemorySession) -> None:
     model = nn.Sequential(nn.Linear(2, 1))
     observe(model, session, signals=PARAMETER | GRADIENT)
     model(torch.ones(1, 2)).sum().backward()
-    gone = weakref.ref(model[0].weight)
+    gone = weakref.ref(weight_of(model))
     session.deliveries.clear()
     del model
     gc.collect()
@@ -383,4 +393,61 @@ def test_training_is_bit_identical_with_and_without(session: MemorySession) -> N
 
     for with_observer, without in zip(train(observed=True), train(observed=False), strict=True):
         assert torch.equal(with_observer, without)
+    assert session.errors == []
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_parameters_of_compiled_code_are_measured_and_compile_nothing_anew(
+    session: MemorySession,
+    whole: bool,
+) -> None:
+    """Its layers take no hooks; its parameters are tensors like any other."""
+    counter = CompileCounterWithBackend("aot_eager")
+    inner = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+    block = torch.compile(inner, backend=counter)
+    assert isinstance(block, nn.Module)
+    model = block if whole else nn.Sequential(block)
+    observer = observe(model, session, signals=PARAMETER | GRADIENT)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.randn(4, 3)).pow(2).sum().backward()
+        with observer.paused():
+            model(torch.randn(4, 3))
+    assert counter.frame_count == 1
+    assert means(local(session)[-2:]) == means(reduced(session)[-2:])
+    assert list(means(reduced(session)[-2:]).values()) == list(true_means(inner).values())
+    assert {m.execution for m in session.of(Signal.PARAMETER)} == {Execution.INSIDE_COMPILED}
+    assert session.errors == []
+
+
+def test_a_step_without_a_sample_costs_no_hook_and_no_measurement(session: MemorySession) -> None:
+    """Whatever the signals are."""
+    model = nn.Sequential(nn.Linear(2, 1))
+    observer = observe(model, session, signals=frozenset(Signal))
+    with observer.paused():
+        output = model(torch.ones(1, 2))
+        assert num_parameter_hooks(model) == 0
+        assert not output._backward_hooks
+        output.sum().backward()
+    assert session.deliveries == []
+
+
+def test_threads_that_share_a_model_leave_no_hook(session: MemorySession) -> None:
+    """Forwards at the same time take each other's parameters over."""
+    model = nn.Sequential(nn.Linear(2, 1))
+    observer = observe(model, session, signals=GRADIENT)
+    barrier = threading.Barrier(2)
+
+    def run() -> None:
+        for _ in range(20):
+            barrier.wait()
+            model(torch.ones(1, 2)).sum().backward()
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    observer.close()
+    assert num_parameter_hooks(model) == 0
     assert session.errors == []
