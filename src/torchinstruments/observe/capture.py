@@ -29,7 +29,8 @@ from torchinstruments.observe.faults import Faults, Tally
 from torchinstruments.observe.fused import FusedRegion
 from torchinstruments.observe.gradients import GradientTracker, SampleGradients
 from torchinstruments.observe.hooks import LayerHook, LayerPreHook
-from torchinstruments.observe.leaves import Leaves, gradient_path, tensors_given, tensors_in
+from torchinstruments.observe.intake import Intake
+from torchinstruments.observe.leaves import tensors_given, tensors_in
 from torchinstruments.observe.observation import (
     Call,
     Delivery,
@@ -37,8 +38,6 @@ from torchinstruments.observe.observation import (
     SampleFacts,
     error_reason,
     note_tensor,
-    take_absence,
-    take_tensor,
 )
 from torchinstruments.observe.parameters import ParameterGradients, take_parameters
 from torchinstruments.observe.selection import Layer
@@ -58,12 +57,10 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["MAX_OBSERVATIONS", "SampledForward"]
-
-MAX_OBSERVATIONS = 100_000
-"""Tensors of one sampled forward that are measured, over all layers and calls."""
+__all__ = ["SampledForward"]
 
 _PROBE = "forward"
+_OF_OUTPUTS = (Signal.OUTPUT, Signal.OUTPUT_GRADIENT)
 _TAKES_NO_HOOK = (Reason.UNSUPPORTED_LAYOUT.value, Reason.META_TENSOR.value, Reason.GRAPH_CAPTURE.value)
 """Why neither an output nor its gradient is measured: there is no real tensor to hook, or not now."""
 
@@ -81,9 +78,7 @@ class _Progress:
         slots: On layers that must not have hooks.
         gradients: Those that may come.
         parameters: Those whose gradients may come.
-        num_watched: Outputs that are not measured themselves.
         collection_s: Seconds that it took.
-        is_full: Whether there is no room for another tensor.
     """
 
     calls: dict[int, int] = field(default_factory=dict)
@@ -94,9 +89,7 @@ class _Progress:
     slots: list[CallSlot] = field(default_factory=list)
     gradients: SampleGradients | None = None
     parameters: ParameterGradients | None = None
-    num_watched: int = 0
     collection_s: float = 0.0
-    is_full: bool = False
 
 
 class SampledForward:
@@ -137,7 +130,9 @@ class SampledForward:
         self._grad_sync = grad_sync
         self._parameters = parameters
         self._signals = tracker.recipe.signals
+        self._follows_outputs = not self._signals.isdisjoint(_OF_OUTPUTS)
         self._part = tracker.recipe.part(ordinal, self._tally.fail)
+        self._intake = Intake(self._part, self._signals, self._tally)
         self._progress = _Progress()
         self._is_over = False
 
@@ -162,7 +157,7 @@ class SampledForward:
                 continue
             try:
                 if id(layer.watched) in compiled:
-                    self._absent(self._compiled_call(layer), Reason.INSIDE_COMPILED.value)
+                    self._intake.lack_call(self._compiled_call(layer), Reason.INSIDE_COMPILED.value)
                     continue
                 if layer.index not in own:
                     self._watch(layer, thread, takes_hook=layer.index not in hookless)
@@ -206,7 +201,7 @@ class SampledForward:
             self._tally.layer = layer.name
             is_compiled = id(layer.watched) in compiled
             call = self._compiled_call(layer) if is_compiled else self._new_call(layer, 0)
-            if Signal.PARAMETER in wanted and self._has_room():
+            if Signal.PARAMETER in wanted and self._intake.has_room():
                 take_parameters(self._part, call, self._tally)
             if self._parameters is not None and self._position.grad_enabled:
                 if self._progress.parameters is None:
@@ -226,11 +221,11 @@ class SampledForward:
             call = self._call(layer)
             self._progress.begun.setdefault(layer.index, []).append(call)
             leaves = tensors_given(args, kwargs)
-            self._note_unread(call, Signal.INPUT, "input", leaves)
+            self._intake.lack_inputs(call, leaves)
             for path, tensor in leaves.tensors:
-                if not self._has_room():
+                if not self._intake.has_room():
                     break
-                self._take(call, Signal.INPUT, path, tensor)
+                self._intake.take(call, Signal.INPUT, path, tensor)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self._tally.fail(_PROBE, error)
         finally:
@@ -291,9 +286,9 @@ class SampledForward:
         """Says of each layer once why there is no output of it."""
         started_s = time.perf_counter()
         for layer in layers:
-            if not self._has_room():
+            if not self._intake.has_room():
                 break
-            self._absent(self._call(layer), reason)
+            self._intake.lack_call(self._call(layer), reason)
         self._progress.collection_s += time.perf_counter() - started_s
 
     def _watch_returned(self, output: object) -> None:
@@ -301,8 +296,10 @@ class SampledForward:
         started_s = time.perf_counter()
         try:
             for path, tensor in tensors_in(output).tensors:
-                if torch.is_grad_enabled() and tensor.requires_grad:
-                    self._watch_backward(self._new_call(self._layers[0], 0), path, tensor)
+                if torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf:
+                    seen = note_tensor(self._new_call(self._layers[0], 0), Signal.OUTPUT, path, tensor)
+                    if not seen.reason.startswith(_TAKES_NO_HOOK):
+                        self._gradients().watch(tensor)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self._tally.fail("gradient", error)
         finally:
@@ -391,52 +388,19 @@ class SampledForward:
         begun = self._progress.begun.get(layer.index)
         call = begun.pop() if begun else self._call(layer)
         self._progress.fired[layer.index] = None
-        measured = Signal.OUTPUT in self._signals
-        if not measured and Signal.OUTPUT_GRADIENT not in self._signals and self._progress.parameters is None:
+        if not self._follows_outputs and self._progress.parameters is None:
             return
         leaves = tensors_in(output)
-        if measured:
-            self._note_unread(call, Signal.OUTPUT, "output", leaves)
-        elif Signal.OUTPUT_GRADIENT in self._signals and call.grad_enabled:
-            self._note_unread(call, Signal.OUTPUT_GRADIENT, "output", leaves)
+        self._intake.lack_outputs(call, leaves)
         for path, tensor in leaves.tensors:
-            if not self._has_room():
+            if not self._intake.has_room():
                 return
-            if measured:
-                seen = self._take(call, Signal.OUTPUT, path, tensor)
-            else:
-                self._progress.num_watched += 1
-                seen = note_tensor(call, Signal.OUTPUT, path, tensor)
+            seen = self._intake.take(call, Signal.OUTPUT, path, tensor)
             try:
                 self._expect_gradient(call, path, tensor, seen)
             except Exception as error:  # noqa: BLE001 - the sample goes on with the next tensor
                 self._tally.fail("gradient", error)
-                if Signal.OUTPUT_GRADIENT in self._signals:
-                    reason = error_reason(error)
-                    take_absence(self._part, call, Signal.OUTPUT_GRADIENT, gradient_path(path), reason, seen)
-
-    def _note_unread(self, call: Call, signal: Signal, root: str, leaves: Leaves) -> None:
-        """Says what of an output, or of the arguments of a call, could not be gone through."""
-        if leaves.truncated:
-            self._tally.fail(_PROBE, RuntimeError(leaves.truncated))
-        is_input = signal is Signal.INPUT
-        for path, unreadable in leaves.unreadable:
-            self._tally.fail(_PROBE, unreadable)
-            if self._has_room():
-                code = Reason.UNREADABLE_INPUT if is_input else Reason.UNREADABLE_OUTPUT
-                take_absence(self._part, call, signal, _path_of(signal, path), code.with_error(unreadable))
-        if not leaves.tensors and not leaves.unreadable and self._has_room():
-            code = Reason.NO_TENSOR_INPUT if is_input else Reason.NO_TENSOR_OUTPUT
-            take_absence(self._part, call, signal, _path_of(signal, root), code.value)
-
-    def _take(self, call: Call, signal: Signal, path: str, tensor: torch.Tensor) -> Observation:
-        """Measures one input or output."""
-        try:
-            return take_tensor(self._part, call, signal, path, tensor)
-        except Exception as error:  # noqa: BLE001 - the sample goes on with the next tensor
-            self._tally.fail(_PROBE, error)
-            take_absence(self._part, call, signal, path, error_reason(error))
-            return self._part.observations[-1]
+                self._intake.lack_gradient(call, path, error_reason(error), seen)
 
     def _gradients(self) -> SampleGradients:
         """Returns the bookkeeping of what may come in backwards."""
@@ -447,23 +411,15 @@ class SampledForward:
                 parameters.belongs_to(self._progress.gradients)
         return self._progress.gradients
 
-    def _watch_backward(self, call: Call, path: str, tensor: torch.Tensor) -> None:
-        """Has a backward through a tensor taken for one of this sample."""
-        seen = note_tensor(call, Signal.OUTPUT, path, tensor)
-        if not tensor.is_leaf and not seen.reason.startswith(_TAKES_NO_HOOK):
-            self._gradients().watch(tensor)
-
     def _expect_gradient(self, call: Call, path: str, tensor: torch.Tensor, output: Observation) -> None:
         """Has the gradient of an output watched, or says why there will be none that can be."""
-        if Signal.OUTPUT_GRADIENT not in self._signals:
-            if self._progress.parameters is not None and call.grad_enabled and tensor.requires_grad:
-                self._watch_backward(call, path, tensor)
-        elif call.grad_enabled and tensor.requires_grad:
+        if call.grad_enabled and tensor.requires_grad:
             if output.reason.startswith(_TAKES_NO_HOOK):
-                reason = output.reason
-                take_absence(self._part, call, Signal.OUTPUT_GRADIENT, gradient_path(path), reason, output)
-                return
-            self._gradients().expect(call, path, tensor, output)
+                self._intake.lack_gradient(call, path, output.reason, output)
+            elif Signal.OUTPUT_GRADIENT in self._signals:
+                self._gradients().expect(call, path, tensor, output)
+            elif self._progress.parameters is not None and not tensor.is_leaf:
+                self._gradients().watch(tensor)
         elif (
             self._position.grad_enabled
             and not call.grad_enabled
@@ -471,7 +427,7 @@ class SampledForward:
             and _is_in_reentrant_checkpoint()
         ):
             reason = Reason.REENTRANT_CHECKPOINT.value
-            take_absence(self._part, call, Signal.OUTPUT_GRADIENT, gradient_path(path), reason, output)
+            self._intake.lack_gradient(call, path, reason, output)
 
     def _compiled_call(self, layer: Layer) -> Call:
         """Returns the call of a layer that runs inside compiled code."""
@@ -482,25 +438,6 @@ class SampledForward:
             grad_enabled=self._position.grad_enabled,
             execution=Execution.INSIDE_COMPILED,
         )
-
-    def _absent(self, call: Call, reason: str) -> None:
-        """Says of a layer that was not seen to be called why nothing of its calls is there."""
-        if Signal.INPUT in self._signals:
-            take_absence(self._part, call, Signal.INPUT, "input", reason)
-        if Signal.OUTPUT in self._signals:
-            take_absence(self._part, call, Signal.OUTPUT, "output", reason)
-        elif Signal.OUTPUT_GRADIENT in self._signals and call.grad_enabled:
-            take_absence(self._part, call, Signal.OUTPUT_GRADIENT, gradient_path("output"), reason)
-
-    def _has_room(self) -> bool:
-        """Returns whether another tensor may be measured; the first that may not is reported."""
-        if max(len(self._part.observations), self._progress.num_watched) < MAX_OBSERVATIONS:
-            return True
-        if not self._progress.is_full:
-            self._progress.is_full = True
-            sentence = f"more than {MAX_OBSERVATIONS} tensors in one forward; the rest is not measured"
-            self._tally.fail(_PROBE, RuntimeError(sentence))
-        return False
 
     def _scale_provenance(self) -> ScaleProvenance:
         """Returns how the loss scale is known at the forward, where it scales nothing yet."""
@@ -513,11 +450,6 @@ class SampledForward:
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self._tally.fail("loss_scale", error)
             return ScaleProvenance.UNKNOWN
-
-
-def _path_of(signal: Signal, path: str) -> str:
-    """Returns the path under which a signal of the tensor at a path stands."""
-    return gradient_path(path) if signal is Signal.OUTPUT_GRADIENT else path
 
 
 def _is_in_reentrant_checkpoint() -> bool:

@@ -142,8 +142,10 @@ class ParameterGradients:
     def withdraw(self) -> None:
         """Takes the hooks out of the parameters. Idempotent (any thread)."""
         self._is_withdrawn = True
-        while self._handles:
-            self._handles.pop().remove()
+        handles = self._handles
+        self._handles = []
+        for handle in handles:
+            handle.remove()
 
     def accumulated(self, target: int) -> None:
         """Measures a gradient that was just added to; it never raises (autograd thread, hot path)."""
