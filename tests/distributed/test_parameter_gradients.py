@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -90,6 +91,56 @@ def _use_on_one_rank(folder: str) -> list[float]:
     means = [p.grad.double().mean().item() for p in model.parameters() if p.grad is not None]
     remove_observer(model)
     return means
+
+
+class Halves(nn.Module):
+    """Two layers that share nothing, and two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(2, 1, bias=False)
+        self.right = nn.Linear(2, 1, bias=False)
+
+    @override
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns both."""
+        return self.left(x), self.right(x)
+
+
+def _two_losses(folder: str) -> list[float]:
+    """Returns the mean of the first layer's gradient after each of two backwards."""
+    model = DistributedDataParallel(Halves())
+    _attach(model, folder)
+    left, right = model(torch.full((1, 2), float(1 + dist.get_rank())))
+    means = []
+    for output in (left, right):
+        output.sum().backward()
+        gradient = next(model.parameters()).grad
+        means.append(float("nan") if gradient is None else gradient.double().mean().item())
+    remove_observer(model)
+    return means
+
+
+def _step_with_shared_state(folder: str) -> None:
+    """One step of an optimizer whose states are divided among ranks; it runs another one inside."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)))
+    _attach(model, folder)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    remove_observer(model)
+
+
+def _accumulate_sharded(folder: str) -> None:
+    """Two micro-batches of a sharded model, the first without synchronisation."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(4, 2, bias=False))
+    sharded = fully_shard(model)
+    _attach(model, folder)
+    for micro_batch in range(2):
+        sharded.set_requires_gradient_sync(micro_batch == 1)
+        model(torch.ones(1, 4)).sum().backward()
+    remove_observer(model)
 
 
 def _shard(folder: str, *, flat: bool) -> list[float]:
@@ -244,3 +295,35 @@ def test_every_bit_of_a_ddp_training_is_the_same_with_every_signal(
     history = open_run(str(tmp_path)).history().collect()
     rows = history.group_by("rank", "sample_id").len().sort("rank", "sample_id")
     assert rows["len"].to_list() == samples.sort("rank", "sample_id")["rows"].to_list()
+
+
+def test_a_reduction_that_may_be_open_is_not_called_reduced(rank_pool, tmp_path: Path):
+    """After the first of two losses DDP has not reduced anything yet."""
+    means = rank_pool.run(_two_losses, str(tmp_path))
+    assert [own[0] for own in means] == [1.0, 2.0], "the ranks differ, so nothing was reduced"
+    rows = _rows(tmp_path).sort("rank", "backward_index", "layer")
+    reasons = _by_rank(rows, "reduced", "unavailable_reason")
+    assert [[reason.split(":")[0] for reason in own] for own in reasons] == [
+        ["not_synchronised", "not_synchronised", ""]
+    ] * 2
+    assert _by_rank(rows, "reduced")[0][2] == 1.5
+    assert _by_rank(rows, "local_accumulated") == [[1.0, None, 1.0], [2.0, None, 2.0]]
+
+
+def test_an_optimizer_that_runs_another_one_finds_each_gradient_once(rank_pool, tmp_path: Path):
+    """The outer one has them all, on every rank."""
+    rank_pool.run(_step_with_shared_state, str(tmp_path))
+    rows = _rows(tmp_path)
+    assert _by_rank(rows, "applied", "layer") == [["0", "1"]] * 2
+    assert _by_rank(rows, "applied") == _by_rank(rows, "reduced")
+
+
+def test_a_sharded_gradient_that_was_not_reduced_is_not_there(rank_pool, tmp_path: Path):
+    """It comes with the micro-batch that synchronises, and holds both."""
+    rank_pool.run(_accumulate_sharded, str(tmp_path))
+    rows = _rows(tmp_path)
+    assert _by_rank(rows, "reduced") == [[None, 2.0]] * 2
+    assert _by_rank(rows, "reduced", "unavailable_reason")[0][0].split(":")[0] in {
+        "no_gradient",
+        "not_synchronised",
+    }

@@ -1,5 +1,8 @@
 """What layers are given is measured before they run, under paths that stay, whichever way they are called."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -305,3 +308,26 @@ def test_a_leaf_selector_without_outputs_still_counts_what_fired(session: Memory
     model(torch.ones(1, 2))
     assert session.samples()[0].modules_fired == 2
     assert [record.fired for record in session.modules] == [1, 1]
+
+
+def test_a_copy_made_inside_a_sampled_forward_takes_no_input(session: MemorySession) -> None:
+    """The hooks before a layer do not travel either, nor do they in a pickle."""
+    copies: list[nn.Module] = []
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        @override
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not copies:
+                copies.extend((copy.deepcopy(self.fc), pickle.loads(pickle.dumps(self.fc))))
+                for twin in copies:
+                    twin(x)
+            return self.fc(x)
+
+    model = Model()
+    observe(model, session, signals=frozenset(Signal))
+    model(torch.ones(1, 2))
+    assert len(session.of(Signal.INPUT)) == 1
