@@ -121,6 +121,16 @@ def _two_losses(folder: str) -> list[float]:
     return means
 
 
+def _leave_out(folder: str) -> None:
+    """One step in which the second layer is none of the wrapper's business."""
+    inner = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    inner._ddp_params_and_buffers_to_ignore = ["1.weight"]  # pyrefly: ignore[bad-argument-type]
+    model = DistributedDataParallel(inner)
+    _attach(model, folder)
+    model(torch.ones(1, 2)).sum().backward()
+    remove_observer(model)
+
+
 def _step_with_shared_state(folder: str) -> None:
     """One step of an optimizer whose states are divided among ranks; it runs another one inside."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)))
@@ -327,3 +337,10 @@ def test_a_sharded_gradient_that_was_not_reduced_is_not_there(rank_pool, tmp_pat
         "no_gradient",
         "not_synchronised",
     }
+
+
+def test_what_the_wrapper_leaves_alone_is_not_called_reduced(rank_pool, tmp_path: Path):
+    """Its gradient is this rank's own, whatever the others do."""
+    rank_pool.run(_leave_out, str(tmp_path))
+    reasons = _by_rank(_rows(tmp_path), "reduced", "unavailable_reason")
+    assert reasons == [["", "not_synchronised: DistributedDataParallel was told to leave it alone"]] * 2

@@ -19,7 +19,12 @@ from torch.optim import Optimizer
 from torchinstruments.observe.engine import graph_task, is_capturing_graph, is_in_backward
 from torchinstruments.observe.faults import Faults, Tally
 from torchinstruments.observe.observation import Delivery, Part, Recipe, absence_metrics, take_absence
-from torchinstruments.observe.parameters import ParameterGradients, sharded_parameters, take_gradient
+from torchinstruments.observe.parameters import (
+    ParameterGradients,
+    left_out_parameters,
+    sharded_parameters,
+    take_gradient,
+)
 from torchinstruments.observe.session_protocol import ScaleSource
 from torchinstruments.records import GradSync, Position, Reason, ScaleProvenance, Signal, Stage
 from torchinstruments.statistics.batching import ScalarBatch
@@ -77,9 +82,13 @@ class ParameterTracker:
             # Of another thread's forward.
             self._latest.withdraw()
         model = self._model()
-        sharded = frozenset[int]() if model is None else sharded_parameters(model)
-        self._latest = ParameterGradients(grad_sync, position.attempt, sharded)
-        return self._latest
+        self._latest = latest = ParameterGradients(
+            grad_sync,
+            position.attempt,
+            sharded=frozenset() if model is None else sharded_parameters(model),
+            left_out=frozenset() if model is None else left_out_parameters(model),
+        )
+        return latest
 
     def close(self) -> None:
         """Takes the hooks out of the parameters and awaits nothing more (any thread)."""

@@ -206,10 +206,7 @@ class SampledForward:
             if self._parameters is not None and self._position.grad_enabled:
                 if self._progress.parameters is None:
                     self._progress.parameters = self._parameters.sampled(self._position, self._grad_sync)
-                try:
-                    self._progress.parameters.expect(call)
-                except Exception as error:  # noqa: BLE001 - one layer may not cost the others
-                    self._tally.fail("gradient", error)
+                self._progress.parameters.expect(call, self._tally)
 
     def receive(self, layer: Layer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Measures what a layer is given; it never raises (training thread, hot path)."""

@@ -370,7 +370,10 @@ class Traversal:
         if self.backward_index == 0 and not failed:
             self._note_missing()
         if sample.listener is not None and not failed:
-            sample.listener.backward_ended(self)
+            try:
+                sample.listener.backward_ended(self)
+            except Exception as error:  # noqa: BLE001 - the gradients of outputs are delivered all the same
+                self.tally.fail(_PROBE, error)
         scale, provenance = self._scale()
         parts = list(self._parts.values())
         for part in parts:

@@ -16,11 +16,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from torchinstruments.observe.engine import graph_task
@@ -42,7 +43,14 @@ from torchinstruments.records import GradSync, Reason, SampleState, Scope, Signa
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["ParameterGradients", "ParameterTarget", "sharded_parameters", "take_gradient", "take_parameters"]
+__all__ = [
+    "ParameterGradients",
+    "ParameterTarget",
+    "left_out_parameters",
+    "sharded_parameters",
+    "take_gradient",
+    "take_parameters",
+]
 
 _PROBE = "gradient"
 _REDUCED = (GradSync.SYNCED, GradSync.NOT_DISTRIBUTED)
@@ -50,6 +58,7 @@ _LOST = Reason.NO_GRADIENT.with_detail("another forward with gradients began bef
 _PARTIAL = Reason.NOT_SYNCHRONISED.with_detail(
     "the backward reached only some of the outputs, so that the reduction may not be over"
 )
+_LEFT_OUT = Reason.NOT_SYNCHRONISED.with_detail("DistributedDataParallel was told to leave it alone")
 _NONE_OR_LOCAL = Reason.NO_GRADIENT.with_detail("none came, or it was not reduced")
 
 
@@ -65,6 +74,7 @@ class ParameterTarget:
         refusal: Why no gradient of it can be measured, else ``""``.
         is_sharded: Whether its gradient is there only after its reduction (FSDP).
         tells: Whether it says by itself when it was reduced.
+        is_left_out: Whether its wrapper was told not to reduce it.
     """
 
     call: Call
@@ -74,6 +84,7 @@ class ParameterTarget:
     refusal: str
     is_sharded: bool
     tells: bool
+    is_left_out: bool
 
 
 class ParameterGradients:
@@ -83,9 +94,17 @@ class ParameterGradients:
         grad_sync: As latched at the forward's start.
         attempt: Of the forward.
         sharded: Ids of the parameters that ``fully_shard`` manages.
+        left_out: Ids of those that `DistributedDataParallel` was told to leave alone.
     """
 
-    def __init__(self, grad_sync: GradSync, attempt: int | None, sharded: frozenset[int]) -> None:
+    def __init__(
+        self,
+        grad_sync: GradSync,
+        attempt: int | None,
+        *,
+        sharded: frozenset[int] = frozenset(),
+        left_out: frozenset[int] = frozenset(),
+    ) -> None:
         self.attempt = attempt
         self.targets: list[ParameterTarget] = []
         self.pending: dict[int, None] = {}
@@ -95,6 +114,7 @@ class ParameterGradients:
         self.state = SampleState.FORWARD_COMPLETE
         self._grad_sync = grad_sync
         self._sharded = sharded
+        self._left_out = left_out
         self._sample: weakref.ref[SampleGradients] | None = None
         self._alike: dict[int, list[int]] = {}
         self._first: dict[int, int] = {}
@@ -111,12 +131,8 @@ class ParameterGradients:
         """Takes the bookkeeping of the sample's backwards (training thread, hot path)."""
         self._sample = weakref.ref(sample)
 
-    def expect(self, call: Call) -> None:
-        """Watches for the gradients of a layer's own parameters (training thread, hot path).
-
-        Raises:
-            Exception: A parameter takes no hook.
-        """
+    def expect(self, call: Call, tally: Tally) -> None:
+        """Watches for the gradients of a layer's own parameters (training thread, hot path)."""
         for name, parameter in _own_parameters(call):
             # Of a frozen parameter nothing comes, and a model may have thousands of them.
             if not parameter.requires_grad or not parameter.is_leaf:
@@ -130,7 +146,11 @@ class ParameterGradients:
             first = self._first.setdefault(id(parameter), index)
             self._alike.setdefault(first, []).append(index)
             if first == index:
-                self._hook(parameter, index)
+                try:
+                    self._hook(parameter, index)
+                except Exception as error:  # noqa: BLE001 - the sample goes on with the next parameter
+                    tally.fail(_PROBE, error)
+                    self.targets[index] = replace(target, refusal=error_reason(error))
 
     def forward_ended(self, facts: SampleFacts, *, failed: bool) -> None:
         """Takes what is known after the forward (training thread, hot path)."""
@@ -190,7 +210,14 @@ class ParameterGradients:
         refusal = like.reason if like.reason.startswith(_TAKES_NO_HOOK) else ""
         tells = id(parameter) in self._sharded
         return ParameterTarget(
-            call, name, weakref.ref(parameter), like, refusal, tells or _is_flattened(parameter), tells
+            call=call,
+            name=name,
+            parameter=weakref.ref(parameter),
+            like=like,
+            refusal=refusal,
+            is_sharded=tells or _is_flattened(parameter),
+            tells=tells,
+            is_left_out=id(parameter) in self._left_out,
         )
 
     def _hook(self, parameter: torch.Tensor, index: int) -> None:
@@ -245,6 +272,8 @@ class ParameterGradients:
                 return Reason.SHARDED.value, ""
             is_local = self._grad_sync is GradSync.LOCAL
             return Reason.SHARDED.value, Reason.NOT_SYNCHRONISED.value if is_local else _NONE_OR_LOCAL
+        if target.is_left_out and self._grad_sync is GradSync.SYNCED:
+            refusal = _LEFT_OUT
         if target.is_sharded:
             return Reason.SHARDED.value, refusal
         return "" if has_come else Reason.NO_GRADIENT.value, refusal
@@ -277,6 +306,23 @@ def take_gradient(part: Part, target: ParameterTarget, stage: Stage, tally: Tall
     except Exception as error:  # noqa: BLE001 - the sample goes on with the next parameter
         tally.fail(_PROBE, error)
         _absent(part, target, stage, error_reason(error))
+
+
+def left_out_parameters(root: nn.Module) -> frozenset[int]:
+    """Returns the ids of the parameters that `DistributedDataParallel` was told to leave alone (hot path).
+
+    Args:
+        root: The attached module; where it is inside a wrapper, in a forward of that.
+    """
+    # Set during the wrapper's forward alone.
+    around = DistributedDataParallel._get_active_ddp_module()  # noqa: SLF001 - has no public name
+    return frozenset(
+        id(parameter)
+        for wrapper in (*root.modules(), around)
+        if isinstance(wrapper, DistributedDataParallel) and wrapper.parameters_to_ignore
+        for name, parameter in wrapper.module.named_parameters()
+        if name in wrapper.parameters_to_ignore
+    )
 
 
 def sharded_parameters(root: nn.Module) -> frozenset[int]:

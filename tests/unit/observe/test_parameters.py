@@ -451,3 +451,20 @@ def test_threads_that_share_a_model_leave_no_hook(session: MemorySession) -> Non
     observer.close()
     assert num_parameter_hooks(model) == 0
     assert session.errors == []
+
+
+def test_a_parameter_that_takes_no_hook_costs_its_own_gradient_alone(session: MemorySession) -> None:
+    """It says so, and its neighbour is measured."""
+
+    class Stubborn(nn.Parameter):
+        @override
+        def register_post_accumulate_grad_hook(self, hook: object) -> None:  # type: ignore[override]
+            raise RuntimeError("no hooks here")
+
+    model = nn.Sequential(nn.Linear(2, 1))
+    model[0].weight = Stubborn(torch.ones(1, 2))
+    observe(model, session, signals=GRADIENT)
+    model(torch.ones(1, 2)).sum().backward()
+    expected = "reducer_error: RuntimeError: no hooks here"
+    assert reasons(local(session)) == reasons(reduced(session)) == {"0.weight": expected, "0.bias": ""}
+    assert [error.message for error in session.errors] == ["no hooks here"]
