@@ -20,8 +20,10 @@ from torchinstruments import environment
 from torchinstruments.config import UNSET, ErrorPolicy, HistoryConfig, RankPolicy, Unset
 from torchinstruments.enrolment import Destination, RunPlan
 from torchinstruments.errors import ConfigurationError
+from torchinstruments.observe.applied import StepRelay
 from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.focus import select_focus
+from torchinstruments.observe.observation import DEFAULT_SIGNALS
 from torchinstruments.observe.observer import InertObserver, Observer, observer_of, refuse_second
 from torchinstruments.observe.probe import RootProbe, refuse_scripted
 from torchinstruments.observe.sampling import (
@@ -70,6 +72,7 @@ def inject_observer(
     rank_policy: RankPolicy | str | Collection[int] | Callable[[Identity], bool] = RankPolicy.ALL,
     error_policy: ErrorPolicy | str = ErrorPolicy.WARN,
     capture_direct_forwards: bool = False,
+    signals: Collection[Signal | str] | Unset = UNSET,
     optimizer: Optimizer | Unset = UNSET,
     scaler: GradScaler | float | Unset | None = UNSET,
     fingerprints: bool = False,
@@ -106,6 +109,8 @@ def inject_observer(
             ``raise``, at the next root forward. They are counted and kept in every case.
         capture_direct_forwards: Whether calls of ``module.forward(...)`` that bypass ``module(...)`` are
             measured too.
+        signals: What is measured of the selected layers, ``("output", "output_gradient")`` where it is not
+            given: any of ``input``, ``output``, ``output_gradient``, ``parameter``, ``parameter_gradient``.
         optimizer: The one whose steps count, where not every optimizer of the model's parameters should.
         scaler: What scales the loss: a gradient scaler, a number that the loop multiplies the loss with, or
             None for nothing. Where it is not given, a gradient scaler is found by itself.
@@ -158,6 +163,7 @@ def inject_observer(
         raise ConfigurationError(
             f"capture_direct_forwards={capture_direct_forwards!r} is not possible; give True or False"
         )
+    chosen_signals = _signals(signals)
     declared_scale = _declared_scale(scaler)
     if not isinstance(fingerprints, bool):
         raise ConfigurationError(f"fingerprints={fingerprints!r} is not possible; give True or False")
@@ -180,7 +186,7 @@ def inject_observer(
         destination=destination,
         plan=RunPlan(
             sampling=describe(chosen_sampler),
-            signals=(Signal.OUTPUT.value, Signal.OUTPUT_GRADIENT.value),
+            signals=tuple(signal.value for signal in chosen_signals),
             statistics=metric_names(chosen_reducers),
             history={"buffer_rows": history.buffer_rows, "window": history.window},
             policy=policy,
@@ -207,6 +213,7 @@ def inject_observer(
         focus=focus if chosen_histograms else frozenset(),
         selector=chosen_selector,
         capture_direct_forwards=capture_direct_forwards,
+        signals=frozenset(chosen_signals),
         fingerprints=fingerprints,
     )
 
@@ -252,6 +259,7 @@ def _attach(
     focus: frozenset[int],
     selector: Selector,
     capture_direct_forwards: bool,
+    signals: frozenset[Signal],
     fingerprints: bool,
 ) -> Observer:
     model_ref = weakref.ref(model)
@@ -262,7 +270,10 @@ def _attach(
 
     faults = Faults(error_policy, session.put_error)
     clock = StepClock(declared_optimizer=optimizer is not None)
-    optimizers = OptimizerWatch(clock, parameters, optimizer, on_error=faults.report_companion)
+    steps = StepRelay() if Signal.PARAMETER_GRADIENT in signals else None
+    optimizers = OptimizerWatch(
+        clock, parameters, optimizer, on_error=faults.report_companion, listener=steps
+    )
     scale = ScalerWatch(
         clock,
         optimizers,
@@ -285,6 +296,8 @@ def _attach(
         focus=focus,
         selector=selector,
         capture_direct_forwards=capture_direct_forwards,
+        signals=signals,
+        steps=steps,
         fingerprints=fingerprints,
     )
     session.count_with(probe.counters)
@@ -345,6 +358,27 @@ def _refuse_beside_directory(
                 f"{name} and a DirectorySink conflict: both say it of the run's folder; give {name} to the "
                 f"DirectorySink, or leave the DirectorySink out"
             )
+
+
+def _signals(signals: object) -> tuple[Signal, ...]:
+    """Returns the signals that were asked for, each once, in the order of `Signal`."""
+    if isinstance(signals, Unset):
+        return tuple(signal for signal in Signal if signal in DEFAULT_SIGNALS)
+    allowed = ", ".join(repr(signal.value) for signal in Signal)
+    if isinstance(signals, str) or not isinstance(signals, Collection):
+        raise ConfigurationError(
+            f"signals={signals!r} is no collection of names; give a tuple such as "
+            f"('output', 'output_gradient'), with any of {allowed}"
+        )
+    known = {signal.value: signal for signal in Signal}
+    for one in signals:
+        if not isinstance(one, str) or one not in known:
+            raise ConfigurationError(f"signals has {one!r}, which is not possible; give any of {allowed}")
+    if not signals:
+        raise ConfigurationError(
+            f"signals={signals!r} is empty, so that nothing would be measured; give any of {allowed}"
+        )
+    return tuple(signal for signal in Signal if signal in signals)
 
 
 def _histograms(histograms: object) -> tuple[HistogramReducer, ...]:

@@ -178,11 +178,18 @@ class Reason(StrEnum):
     ASYNC_COLLECTIVE = "async_collective"
     NO_GRADIENT = "no_gradient"
     NO_TENSOR_OUTPUT = "no_tensor_output"
+    NO_TENSOR_INPUT = "no_tensor_input"
     REENTRANT_CHECKPOINT = "reentrant_checkpoint"
     INSIDE_COMPILED = "inside_compiled"
     INSIDE_FUSED = "inside_fused"
     SCRIPTED_MODULE = "scripted_module"
     UNREADABLE_OUTPUT = "unreadable_output"
+    UNREADABLE_INPUT = "unreadable_input"
+    UNINITIALISED = "uninitialised"
+    NOT_SYNCHRONISED = "not_synchronised"
+    SHARDED = "sharded"
+    STEP_SKIPPED = "step_skipped"
+    SEVERAL_EVALUATIONS = "several_evaluations"
     GRAPH_CAPTURE = "graph_capture"
     OVER_DEVICE_BUDGET = "over_device_budget"
     REDUCER_ERROR = "reducer_error"
@@ -376,8 +383,9 @@ class Measurement:
         layer_index: Position in the catalog, the order of rows inside a part.
         call_index: Ordinal of the layer's call in this forward.
         signal: What was measured.
-        stage: Stage of a parameter gradient, else ``""``.
-        tensor_path: ``output``, ``output.logits``, ``grad_output.0``.
+        stage: `Stage` of a parameter gradient, else ``""``.
+        tensor_path: ``output``, ``output.logits``, ``grad_output.0``, ``input.mask``; of a parameter its own
+            name in its module, ``weight``.
         backward_index: Which traversal of the graph; 0 for outputs and the first one.
         timestamp_us: When it was observed: microseconds since the epoch, UTC.
         mode: ``train`` or ``eval``, of the module.
@@ -439,6 +447,7 @@ class HistogramRecord:
         total: Sum of the finite entries in float64; None where there is a reason.
         total_of_squares: Sum of their squares; None where there is a reason.
         unavailable_reason: ``""``, else a `Reason` with or without detail.
+        stage: As in `Measurement`.
     """
 
     layer: str
@@ -461,13 +470,15 @@ class HistogramRecord:
     total: float | None
     total_of_squares: float | None
     unavailable_reason: str = ""
+    stage: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """What one sampled forward, or one backward of it, gave; resolved and handed to sinks.
 
-    A sample reaches sinks once for its forward and once for each backward that was observed.
+    A sample reaches sinks once for its forward and once for each backward that was observed; and, where
+    parameters' gradients are measured, once for each optimizer's step that found them.
 
     Attributes:
         ordinal: Ordinal of the sample in this process. The stored sample id adds the generation's first id.
@@ -482,9 +493,11 @@ class Sample:
         errors: Errors while it was collected.
         modules_expected: Selected modules.
         modules_fired: Those that were called in this forward.
-        settled: Whether nothing more is expected of it (no gradient can come, or its backward is over).
+        settled: Whether nothing more is expected of it (no gradient can come, or its backward is over). What
+            an optimizer's step finds may come later all the same.
         measurements: In execution order.
         histograms: In execution order, of the layers in focus.
+        at_step: Whether this delivery was made at an optimizer's step, and at no forward or backward.
     """
 
     ordinal: int
@@ -502,6 +515,7 @@ class Sample:
     settled: bool
     measurements: tuple[Measurement, ...] = ()
     histograms: tuple[HistogramRecord, ...] = ()
+    at_step: bool = False
 
 
 class DeferredSample(Protocol):

@@ -34,7 +34,7 @@ from torchinstruments import (
     open_run,
     remove_observer,
 )
-from torchinstruments.records import Sample
+from torchinstruments.records import Sample, Signal
 
 
 def make_model() -> nn.Module:
@@ -396,6 +396,14 @@ def test_histograms_cover_the_layers_in_focus_alone(tmp_path: Path) -> None:
         ({"scaler": float("inf")}, "scaler=inf"),
         ({"scaler": GradScaler}, "scaler=<class"),
         ({"fingerprints": "all"}, "fingerprints='all'"),
+        ({"signals": ()}, "signals=() is empty"),
+        ({"signals": "output"}, "signals='output' is no collection"),
+        ({"signals": None}, "signals=None"),
+        (
+            {"signals": ("output", "weights")},
+            "signals has 'weights', which is not possible; give any of ",
+        ),
+        ({"signals": [("output",)]}, "signals has ('output',)"),
     ],
 )
 def test_arguments_that_cannot_work_name_what_is_wrong(arguments: dict[str, Any], words: str) -> None:
@@ -404,6 +412,24 @@ def test_arguments_that_cannot_work_name_what_is_wrong(arguments: dict[str, Any]
     with pytest.raises(ConfigurationError, match=re.escape(words)):
         inject_observer(model, **arguments)
     assert not has_observer(model)
+
+
+def test_signals_are_told_once_in_one_order(tmp_path: Path) -> None:
+    """run.json has those that were asked for, and history nothing else."""
+    model = make_model()
+    inject_observer(
+        model,
+        output_dir=tmp_path,
+        sampler=AlwaysSampler(),
+        signals=["parameter", Signal.INPUT, "parameter", "output_gradient"],
+    )
+    train(model)
+    remove_observer(model)
+    described = json.loads((tmp_path / "run.json").read_text())
+    assert described["signals"] == ["output_gradient", "input", "parameter"]
+    history = open_run(str(tmp_path)).history().collect()
+    assert set(history["signal"].to_list()) == {"output_gradient", "input", "parameter"}
+    assert set(history["unavailable_reason"].to_list()) == {""}
 
 
 def test_a_directory_sink_stands_for_the_folder(tmp_path: Path) -> None:

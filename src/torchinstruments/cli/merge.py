@@ -183,7 +183,11 @@ def _spreads(layer: _Record, metric: str) -> list[tuple[float, str, str, _Record
             name = str(layer["layer"]) or "(root)"
             if tensor["call_index"]:
                 name = f"{name} call {tensor['call_index']}"
-            found.append(((high - low) / size if size else 0.0, name, str(tensor["signal"]), statistic))
+            signal = str(tensor["signal"])
+            if signal.startswith("parameter"):
+                # A layer has several, and their gradients have several moments.
+                name, signal = f"{name} {tensor['tensor_path']}", f"{signal} {tensor['stage']}".rstrip()
+            found.append(((high - low) / size if size else 0.0, name, signal, statistic))
     return [row for row in found if _integer(_record(row[3]["across_ranks"])["ranks"]) > 1]
 
 

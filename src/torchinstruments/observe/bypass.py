@@ -95,7 +95,7 @@ class DirectSentry:
         """Returns that it is to be told of every forward (training thread, hot path)."""
         return True
 
-    def started(self, module: nn.Module) -> None:  # noqa: ARG002 - known by its name
+    def started(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:  # noqa: ARG002 - known by its name
         """Takes the begin of a direct forward (training thread, hot path)."""
         # Above this frame lie the two of the override, which count as a call of the module already.
         self._tell(self._name, sys._getframe(3))  # noqa: SLF001 - nothing else tells

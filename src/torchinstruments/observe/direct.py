@@ -36,7 +36,7 @@ _OWN = frozenset(("_function", "_module", "_observer", "_previous"))
 class _RootObserver(Protocol):
     """Who sees the calls of the attached model."""
 
-    def root_started(self, module: nn.Module) -> None:
+    def root_started(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Takes the begin of a call (training thread, hot path)."""
         ...
 
@@ -46,7 +46,11 @@ class _RootObserver(Protocol):
 
 
 class _LayerObserver(Protocol):
-    """Who measures the outputs of layers during one forward."""
+    """Who measures the inputs and outputs of layers during one forward."""
+
+    def receive(self, layer: Layer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Takes the arguments of a call; it never raises (training thread, hot path)."""
+        ...
 
     def observe(self, layer: Layer, output: object) -> None:
         """Takes an output; it never raises (training thread, hot path)."""
@@ -60,7 +64,7 @@ class _Observer(Protocol):
         """Returns whether a forward that begins now is to be told (training thread, hot path)."""
         ...
 
-    def started(self, module: nn.Module) -> None:
+    def started(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Takes the begin of a direct forward (training thread, hot path)."""
         ...
 
@@ -81,9 +85,9 @@ class DirectRoot:
         """Returns whether this is a forward of its own and no recomputation (training thread, hot path)."""
         return not is_in_backward()
 
-    def started(self, module: nn.Module) -> None:
+    def started(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Takes the begin of a direct forward (training thread, hot path)."""
-        self._observer.root_started(module)
+        self._observer.root_started(module, args, kwargs)
 
     def ended(self, output: object, *, failed: bool) -> None:  # noqa: ARG002 - seen by the exception
         """Takes its end, by an exception too; it never raises (training thread, hot path)."""
@@ -94,8 +98,8 @@ class DirectLayer:
     """Has a direct forward of a layer measured during one sampled forward of one thread.
 
     Args:
-        forward: Takes the output.
-        layer: Whose output it is.
+        forward: Takes its input and its output.
+        layer: Whose they are.
         thread: Whose forward it is.
     """
 
@@ -110,8 +114,9 @@ class DirectLayer:
         """Returns whether the sampled thread runs it and no recomputation (training thread, hot path)."""
         return threading.get_ident() == self._thread and not is_in_backward()
 
-    def started(self, module: nn.Module) -> None:
-        """Does nothing: a layer is measured by its output."""
+    def started(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:  # noqa: ARG002 - part of the seam
+        """Has the input measured (training thread, hot path)."""
+        self._forward.receive(self._layer, args, kwargs)
 
     def ended(self, output: object, *, failed: bool) -> None:
         """Measures the output; a forward that raised has none (training thread, hot path)."""
@@ -228,7 +233,7 @@ class ForwardOverride:
         self, module: nn.Module, observer: _Observer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Runs a forward that no hook sees."""
-        observer.started(module)
+        observer.started(module, args, kwargs)
         try:
             output = self._run(module, args, kwargs)
         except BaseException:

@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -46,7 +46,7 @@ from torchinstruments.statistics.isolation import isolated
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["MAX_OUTSTANDING", "GradientTracker", "SampleGradients"]
+__all__ = ["MAX_OUTSTANDING", "GradientTracker", "SampleGradients", "Traversal"]
 
 MAX_OUTSTANDING = 256
 """Samples whose graphs may be alive at once; the oldest is given up beyond that."""
@@ -55,6 +55,14 @@ MAX_TRAVERSALS = 1_000
 """Traversals of one sample's graph that are measured."""
 
 _PROBE = "gradient"
+
+
+class BackwardListener(Protocol):
+    """Who measures something else in the backwards of a sample: the gradients of its parameters."""
+
+    def backward_ended(self, traversal: "Traversal") -> None:
+        """Adds what there is once a backward is over (autograd thread, hot path)."""
+        ...
 
 
 class GradientTracker:
@@ -83,14 +91,19 @@ class GradientTracker:
         self.scale = scale
         self.deliver = deliver
         self.backward_ended = backward_ended
-        self.running: dict[int, _Traversal] = {}
+        self.running: dict[int, Traversal] = {}
         """Traversals that have begun, by graph task."""
         self.leaf_handles: list[RemovableHandle] = []
         self._samples: deque[weakref.ref[SampleGradients]] = deque()
 
-    def sample(self, ordinal: int) -> "SampleGradients":
-        """Returns the bookkeeping of a sample that expects gradients (training thread, hot path)."""
-        sample = SampleGradients(self, ordinal, threading.get_ident())
+    def sample(self, ordinal: int, listener: BackwardListener | None = None) -> "SampleGradients":
+        """Returns the bookkeeping of a sample that expects gradients (training thread, hot path).
+
+        Args:
+            ordinal: Of the sample.
+            listener: Told of the end of its backwards.
+        """
+        sample = SampleGradients(self, ordinal, threading.get_ident(), listener)
         if len(self._samples) >= MAX_OUTSTANDING:
             self._samples = deque(reference for reference in self._samples if reference() is not None)
         if len(self._samples) >= MAX_OUTSTANDING:
@@ -171,18 +184,23 @@ class SampleGradients:
         tracker: Of the observer.
         ordinal: Of the sample.
         thread: Which thread ran the forward.
+        listener: Told of the end of its backwards.
     """
 
-    def __init__(self, tracker: GradientTracker, ordinal: int, thread: int) -> None:
+    def __init__(
+        self, tracker: GradientTracker, ordinal: int, thread: int, listener: BackwardListener | None = None
+    ) -> None:
         self.tracker = tracker
         self.ordinal = ordinal
         self.thread = thread
+        self.listener = listener
         self.targets: list[_Target] = []
         self.seen: set[int] = set()
         self.closed = False
+        self._num_watched = 0
         self._facts: SampleFacts | None = None
         self._waiting: list[_Finished] = []
-        self._traversals: dict[int, _Traversal] = {}
+        self._traversals: dict[int, Traversal] = {}
         self._indices = itertools.count()
 
     def expect(self, call: Call, path: str, tensor: torch.Tensor, output: Observation) -> None:
@@ -201,6 +219,23 @@ class SampleGradients:
         if tensor.is_leaf:
             self.tracker.leaf_handles.append(handle)
 
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Takes a backward through an output for one of this sample, and measures nothing of the output.
+
+        It is called on the training thread, in the hot path.
+
+        Args:
+            tensor: Requires a gradient and is no leaf.
+        """
+        # No target has a number below zero.
+        self._num_watched += 1
+        tensor.register_hook(GradientHook(self, -self._num_watched))
+
+    @property
+    def num_missing(self) -> int:
+        """How many outputs no backward has reached yet (autograd thread, hot path)."""
+        return len(self.targets) + self._num_watched - len(self.seen)
+
     def forward_ended(self, facts: SampleFacts) -> None:
         """Takes what is known after the forward; traversals inside it were held back (training thread)."""
         self._facts = facts
@@ -213,17 +248,26 @@ class SampleGradients:
         if self.closed:
             return
         started_s = time.perf_counter()
-        traversal = None
+        traversal: Traversal | None = None
         try:
             traversal = self._traversal(graph_task())
-            if traversal is not None:
-                self.seen.add(target)
+            self.seen.add(target)
+            if target >= 0:
                 traversal.take(self.targets[target], gradient)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
-            self.tracker.faults.report(_PROBE, self.targets[target].call.layer.name, error)
+            layer = self.targets[target].call.layer.name if target >= 0 else ""
+            self.tracker.faults.report(_PROBE, layer, error)
         finally:
             if traversal is not None:
                 traversal.collection_s += time.perf_counter() - started_s
+
+    def running(self, task: int) -> "Traversal | None":
+        """Returns the traversal that a graph task belongs to (autograd thread, hot path).
+
+        The inner task of reentrant checkpointing belongs to the one that runs around it. None where no
+        backward of this sample runs: then the task is another forward's.
+        """
+        return self._traversals.get(task) or next(reversed(list(self._traversals.values())), None)
 
     def finished(self, finished: "_Finished") -> None:
         """Delivers a traversal, once the forward is over (autograd thread, hot path)."""
@@ -243,12 +287,12 @@ class SampleGradients:
         self._traversals.clear()
         self._waiting.clear()
 
-    def _traversal(self, task: int) -> "_Traversal | None":
+    def _traversal(self, task: int) -> "Traversal":
         """Returns the traversal of a graph task, which begins with its first gradient."""
         traversal = self._traversals.get(task)
         if traversal is not None:
             return traversal
-        fresh = _Traversal(self, task)
+        fresh = Traversal(self, task)
         # Threads of several devices may bring the first gradients of one task at the same time.
         traversal = self._traversals.setdefault(task, fresh)
         if traversal is fresh:
@@ -261,7 +305,7 @@ class SampleGradients:
         return traversal
 
 
-class _Traversal:
+class Traversal:
     """One backward through one sample."""
 
     def __init__(self, sample: SampleGradients, task: int) -> None:
@@ -269,22 +313,27 @@ class _Traversal:
         self.task = task
         self.backward_index = 0
         self.collection_s = 0.0
-        self._tally = Tally(sample.tracker.faults)
+        self.tally = Tally(sample.tracker.faults)
         self._parts: dict[int, Part] = {}
         self._is_over = False
 
-    def take(self, target: _Target, gradient: torch.Tensor) -> None:
-        """Measures a gradient (autograd thread, hot path)."""
+    def part(self) -> Part:
+        """Returns where the current thread leaves what it measures (autograd thread, hot path)."""
         thread = threading.get_ident()
         part = self._parts.get(thread)
         if part is None:
             recipe = self.sample.tracker.recipe
-            part = self._parts[thread] = recipe.part(self.sample.ordinal, self._tally.fail)
-        self._tally.layer = target.call.layer.name
+            part = self._parts[thread] = recipe.part(self.sample.ordinal, self.tally.fail)
+        return part
+
+    def take(self, target: _Target, gradient: torch.Tensor) -> None:
+        """Measures the gradient of an output (autograd thread, hot path)."""
+        part = self.part()
+        self.tally.layer = target.call.layer.name
         try:
             take_tensor(part, target.call, Signal.OUTPUT_GRADIENT, target.path, gradient)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
-            self._tally.fail(_PROBE, error)
+            self.tally.fail(_PROBE, error)
             take_absence(
                 part, target.call, Signal.OUTPUT_GRADIENT, target.path, error_reason(error), target.output
             )
@@ -294,7 +343,7 @@ class _Traversal:
         try:
             call_at_end_of_backward(self.framework_ended)
         except Exception as error:  # noqa: BLE001 - nothing may leave a callback
-            self._tally.fail(_PROBE, error)
+            self.tally.fail(_PROBE, error)
             self.framework_ended()
 
     def framework_ended(self) -> None:
@@ -302,7 +351,7 @@ class _Traversal:
         try:
             self.finish(failed=False)
         except Exception as error:  # noqa: BLE001 - nothing may leave a callback
-            self._tally.fail(_PROBE, error)
+            self.tally.fail(_PROBE, error)
 
     def finish(self, *, failed: bool) -> None:
         """Closes the traversal and hands over what it brought (autograd thread, hot path).
@@ -318,10 +367,15 @@ class _Traversal:
         if sample.closed:
             return
         started_s = time.perf_counter()
-        parts = list(self._parts.values())
         if self.backward_index == 0 and not failed:
-            self._note_missing(parts)
-        scale, provenance = self._scale(parts)
+            self._note_missing()
+        if sample.listener is not None and not failed:
+            try:
+                sample.listener.backward_ended(self)
+            except Exception as error:  # noqa: BLE001 - the gradients of outputs are delivered all the same
+                self.tally.fail(_PROBE, error)
+        scale, provenance = self._scale()
+        parts = list(self._parts.values())
         for part in parts:
             part.batch.seal()
         self.collection_s += time.perf_counter() - started_s
@@ -331,7 +385,7 @@ class _Traversal:
                 backward_index=self.backward_index,
                 failed=failed,
                 collection_s=self.collection_s,
-                errors=self._tally.errors,
+                errors=self.tally.errors,
                 parts=tuple(parts),
                 scale=scale,
                 scale_provenance=provenance,
@@ -340,14 +394,14 @@ class _Traversal:
         if not failed:
             tracker.backward_ended()
 
-    def _note_missing(self, parts: list[Part]) -> None:
+    def _note_missing(self) -> None:
         """Notes the outputs that the first traversal did not reach."""
         missing = [
             target for index, target in enumerate(self.sample.targets) if index not in self.sample.seen
         ]
         for target in missing:
             take_absence(
-                parts[0],
+                self.part(),
                 target.call,
                 Signal.OUTPUT_GRADIENT,
                 target.path,
@@ -355,7 +409,7 @@ class _Traversal:
                 target.output,
             )
 
-    def _scale(self, parts: list[Part]) -> tuple[tuple[ScalarBatch, int] | None, ScaleProvenance]:
+    def _scale(self) -> tuple[tuple[ScalarBatch, int] | None, ScaleProvenance]:
         """Takes the loss scale along as it is now."""
         source = self.sample.tracker.scale
         if source is None:
@@ -364,11 +418,15 @@ class _Traversal:
             scale, provenance = source.current_scale()
             if scale is None or is_capturing_graph():
                 return None, provenance
-            batch = parts[0].batch
+            part = next(iter(self._parts.values()), None)
+            if part is None:
+                # Nothing was measured that it would stand beside.
+                return None, provenance
+            batch = part.batch
             with isolated(scale.device.type):
                 return (batch, batch.add_scalar(scale)), provenance
         except Exception as error:  # noqa: BLE001 - nothing may leave a callback
-            self._tally.fail("loss_scale", error)
+            self.tally.fail("loss_scale", error)
             return None, ScaleProvenance.UNKNOWN
 
 

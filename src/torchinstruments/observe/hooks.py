@@ -11,7 +11,8 @@ it on the way, by a function that is run and not traced (`engine.run_while_trace
 
 import contextlib
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -19,13 +20,21 @@ from torch import nn
 
 from torchinstruments.observe.selection import Layer
 
-__all__ = ["GradientHook", "LayerHook", "RootPostHook", "RootPreHook", "do_nothing"]
+__all__ = [
+    "GradientHook",
+    "LayerHook",
+    "LayerPreHook",
+    "ParameterHook",
+    "RootPostHook",
+    "RootPreHook",
+    "do_nothing",
+]
 
 
 class _RootObserver(Protocol):
     """Who sees the calls of the attached model."""
 
-    def root_started(self, module: nn.Module) -> None:
+    def root_started(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Takes the begin of a call (training thread, hot path)."""
         ...
 
@@ -43,7 +52,11 @@ def do_nothing(*_args: object) -> None:
 
 
 class _LayerObserver(Protocol):
-    """Who measures the outputs of layers during one forward."""
+    """Who measures the inputs and outputs of layers during one forward."""
+
+    def receive(self, layer: Layer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Takes the arguments of a call; it never raises (training thread, hot path)."""
+        ...
 
     def observe(self, layer: Layer, output: object) -> None:
         """Takes an output; it never raises (training thread, hot path)."""
@@ -55,6 +68,14 @@ class _GradientObserver(Protocol):
 
     def arrived(self, target: int, gradient: torch.Tensor) -> None:
         """Takes the gradient of a target; it never raises (autograd thread, hot path)."""
+        ...
+
+
+class _ParameterObserver(Protocol):
+    """Who measures the gradients of parameters."""
+
+    def accumulated(self, target: int) -> None:
+        """Takes that a gradient has come; it never raises (autograd thread, hot path)."""
         ...
 
 
@@ -82,13 +103,15 @@ class RootPreHook(_HookThatStays):
     def __init__(self, observer: _RootObserver) -> None:
         self._observer = observer
 
-    def __call__(self, module: nn.Module, _args: object) -> None:
+    def __call__(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object] | None = None
+    ) -> None:
         """Is called before the model's forward (training thread, hot path)."""
         if torch.compiler.is_compiling():
             if torch.compiler.is_exporting():
                 self._observer.root_exported()
             return
-        self._observer.root_started(module)
+        self._observer.root_started(module, args, kwargs or {})
 
 
 class RootPostHook(_HookThatStays):
@@ -104,6 +127,32 @@ class RootPostHook(_HookThatStays):
         if torch.compiler.is_compiling():
             return
         self._observer.root_ended(output)
+
+
+class LayerPreHook(_HookThatStays):
+    """Forward pre-hook of one layer, attached as a `LayerHook` is; it takes keyword arguments too.
+
+    Args:
+        forward: Takes the arguments.
+        layer: Who was given them.
+        thread: Whose forward it is.
+    """
+
+    __slots__ = ("_forward", "_layer", "_thread")
+
+    def __init__(self, forward: _LayerObserver, layer: Layer, thread: int) -> None:
+        self._forward = forward
+        self._layer = layer
+        self._thread = thread
+
+    def __call__(
+        self, _module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object] | None = None
+    ) -> None:
+        """Is called before the layer's forward (training thread, hot path)."""
+        if torch.compiler.is_compiling():
+            return
+        if threading.get_ident() == self._thread:
+            self._forward.receive(self._layer, args, kwargs or {})
 
 
 class LayerHook(_HookThatStays):
@@ -152,3 +201,28 @@ class GradientHook(_HookThatStays):
         if torch.compiler.is_compiling():
             return
         self._sample.arrived(self._target, gradient)
+
+
+class ParameterHook(_HookThatStays):
+    """Post-accumulate hook of one parameter while the backward of a sampled forward is awaited.
+
+    A parameter outlives every graph, so that a hook of it must keep nothing alive.
+
+    Args:
+        gradients: Takes that the gradient came; held weakly.
+        target: Which of its parameters this is.
+    """
+
+    __slots__ = ("_gradients", "_target")
+
+    def __init__(self, gradients: _ParameterObserver, target: int) -> None:
+        self._gradients = weakref.ref(gradients)
+        self._target = target
+
+    def __call__(self, _parameter: torch.Tensor) -> None:
+        """Is called when the parameter's gradient has been added to (autograd thread, hot path)."""
+        if torch.compiler.is_compiling():
+            return
+        gradients = self._gradients()
+        if gradients is not None:
+            gradients.accumulated(self._target)

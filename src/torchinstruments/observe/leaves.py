@@ -1,6 +1,7 @@
-"""The tensors inside what a module returns, each under a path that stays the same from call to call.
+"""The tensors inside what a module returns or is given, each under a path that is the same in every call.
 
 ``output`` is a tensor returned as such, ``output.0`` the first of a tuple, ``output.logits`` a field or key.
+``input`` is the only positional argument, ``input.0`` the first of several, ``input.mask`` one given by name.
 Tensors are found in tuples, lists, mappings (outputs of Hugging Face models are mappings), named tuples and
 dataclasses, nested in any way. Anything else is none of the observer's business.
 """
@@ -12,7 +13,15 @@ import torch
 
 from torchinstruments.records import storable
 
-__all__ = ["MAX_DEPTH", "MAX_NODES", "MAX_TENSORS", "Leaves", "gradient_path", "tensors_in"]
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_NODES",
+    "MAX_TENSORS",
+    "Leaves",
+    "gradient_path",
+    "tensors_given",
+    "tensors_in",
+]
 
 MAX_DEPTH = 32
 """Levels of nesting that are looked into."""
@@ -25,14 +34,15 @@ MAX_NODES = 20_000
 
 _MAX_KEY_CHARACTERS = 80
 _ROOT = "output"
+_GIVEN = "input"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaves:
-    """What was found in one output.
+    """What was found in one output, or in the arguments of one call.
 
     Attributes:
-        tensors: Path and tensor, in the order of the output.
+        tensors: Path and tensor, in the order in which they lie there.
         truncated: Which bound was met, as a sentence; ``""`` where all was found.
         unreadable: Path of each container that could not be gone through, and what it raised.
     """
@@ -57,9 +67,26 @@ def tensors_in(output: object) -> Leaves:
     """
     if isinstance(output, torch.Tensor):
         return Leaves(((_ROOT, output),))
-    walk = _Walk()
+    walk = _Walk("output")
     walk.visit(_ROOT, output, 0)
-    return Leaves(tuple(walk.found.items()), walk.truncated, tuple(walk.unreadable.items()))
+    return walk.leaves()
+
+
+def tensors_given(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Leaves:
+    """Returns the tensors among the arguments of a call (training thread, hot path).
+
+    Args:
+        args: Those given by place. A single one is ``input`` itself, whatever is given by name beside it.
+        kwargs: Those given by name.
+    """
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+        return Leaves(((_GIVEN, args[0]),))
+    walk = _Walk("input")
+    for place, argument in enumerate(args):
+        walk.visit(_GIVEN if len(args) == 1 else f"{_GIVEN}.{place}", argument, 0)
+    for name, argument in kwargs.items():
+        walk.visit(f"{_GIVEN}.{storable(name)}", argument, 0)
+    return walk.leaves()
 
 
 def gradient_path(path: str) -> str:
@@ -68,11 +95,12 @@ def gradient_path(path: str) -> str:
 
 
 class _Walk:
-    """One walk through one output."""
+    """One walk through one output, or through the arguments of one call."""
 
-    __slots__ = ("found", "full", "inside", "num_nodes", "truncated", "unreadable")
+    __slots__ = ("found", "full", "inside", "num_nodes", "truncated", "unreadable", "what")
 
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
+        self.what = what
         self.found: dict[str, torch.Tensor] = {}
         self.full = False
         self.inside: set[int] = set()
@@ -80,13 +108,17 @@ class _Walk:
         self.truncated = ""
         self.unreadable: dict[str, Exception] = {}
 
+    def leaves(self) -> Leaves:
+        """Returns what was found."""
+        return Leaves(tuple(self.found.items()), self.truncated, tuple(self.unreadable.items()))
+
     def visit(self, path: str, value: object, depth: int) -> None:
         """Takes a tensor, or goes through a container; anything else is left."""
         if isinstance(value, torch.Tensor):
             if len(self.found) < MAX_TENSORS:
                 self.found[self._free(path)] = value
             else:
-                self._stop(f"more than {MAX_TENSORS} tensors in one output; the rest is not measured")
+                self._stop(f"more than {MAX_TENSORS} tensors in one {self.what}; the rest is not measured")
             return
         try:
             self._enter(path, value, depth)
@@ -105,14 +137,14 @@ class _Walk:
             return
         if depth >= MAX_DEPTH:
             self.truncated = (
-                f"an output nested deeper than {MAX_DEPTH} levels; what lies below is not measured"
+                f"one {self.what} nested deeper than {MAX_DEPTH} levels; what lies below is not measured"
             )
             return
         self.inside.add(id(value))
         for key, child in children:
             self.num_nodes += 1
             if self.num_nodes > MAX_NODES:
-                self._stop(f"more than {MAX_NODES} values in one output; the rest is not looked at")
+                self._stop(f"more than {MAX_NODES} values in one {self.what}; the rest is not looked at")
             if self.full:
                 break
             self.visit(f"{path}.{storable(key)}", child, depth + 1)

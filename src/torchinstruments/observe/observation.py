@@ -26,6 +26,7 @@ from torchinstruments.records import (
     ScaleProvenance,
     Scope,
     Signal,
+    Stage,
 )
 from torchinstruments.statistics.admission import admit
 from torchinstruments.statistics.batching import ScalarBatch
@@ -34,6 +35,7 @@ from torchinstruments.statistics.histograms import HistogramReducer, absent_hist
 from torchinstruments.statistics.isolation import isolated
 
 __all__ = [
+    "DEFAULT_SIGNALS",
     "Call",
     "Delivery",
     "Observation",
@@ -42,9 +44,14 @@ __all__ = [
     "SampleFacts",
     "absence_metrics",
     "error_reason",
+    "note_tensor",
     "take_absence",
     "take_tensor",
 ]
+
+
+DEFAULT_SIGNALS = frozenset((Signal.OUTPUT, Signal.OUTPUT_GRADIENT))
+"""What is measured where nobody asked for anything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,7 @@ class Observation:
 
     Attributes:
         call: The call.
-        signal: Output or gradient.
+        signal: What was measured.
         tensor_path: Path of the tensor.
         timestamp_us: When it was observed: microseconds since the epoch, UTC.
         scope: What the numbers cover.
@@ -82,6 +89,7 @@ class Observation:
         index: Its place in the batch; -1 where there is a reason.
         reason: Why nothing was measured, else ``""``.
         has_histograms: Whether it has those of its part, absent ones included.
+        stage: Of a parameter's gradient.
     """
 
     call: Call
@@ -95,6 +103,7 @@ class Observation:
     index: int
     reason: str
     has_histograms: bool = False
+    stage: Stage = Stage.NONE
 
 
 @dataclass(slots=True)
@@ -128,12 +137,14 @@ class Recipe:
         histograms: Of the tensors of layers in focus, in samples where they are due.
         focus: Indices of these layers.
         wants_histograms: Asked for each part whether anyone would keep its histograms; must not raise.
+        signals: What is measured of the layers.
     """
 
     reducers: tuple[Reducer, ...]
     histograms: tuple[HistogramReducer, ...] = ()
     focus: frozenset[int] = frozenset()
     wants_histograms: Callable[[], bool] = _always
+    signals: frozenset[Signal] = DEFAULT_SIGNALS
 
     def part(self, ordinal: int, on_error: Callable[[str, BaseException], None]) -> Part:
         """Returns an empty part (training or autograd thread, hot path).
@@ -176,7 +187,8 @@ class Delivery:
         parts: Sealed.
         absence_metrics: Metrics of a tensor that was not measured.
         scale_provenance: How the loss scale is known.
-        scale: Batch and place of the loss scale, where it has a value.
+        scale: The loss scale, or batch and place of it, where it has a value.
+        at_step: Whether an optimizer's step brought it.
     """
 
     facts: SampleFacts
@@ -188,7 +200,8 @@ class Delivery:
     parts: tuple[Part, ...]
     absence_metrics: tuple[str, ...]
     scale_provenance: ScaleProvenance
-    scale: tuple[ScalarBatch, int] | None = None
+    scale: tuple[ScalarBatch, int] | float | None = None
+    at_step: bool = False
 
     @property
     def num_scalars(self) -> int:
@@ -205,7 +218,9 @@ class Delivery:
             state=self.state,
             backward_index=self.backward_index,
             grad_sync=self.facts.grad_sync,
-            loss_scale=None if self.scale is None else self.scale[0].read_scalar(self.scale[1]),
+            loss_scale=self.scale[0].read_scalar(self.scale[1])
+            if isinstance(self.scale, tuple)
+            else self.scale,
             scale_provenance=self.scale_provenance,
             collection_s=self.collection_s,
             errors=self.errors,
@@ -224,6 +239,7 @@ class Delivery:
                 if observation.has_histograms
                 for record in self._histograms(part, observation)
             ),
+            at_step=self.at_step,
         )
 
     def _histograms(self, part: Part, observation: Observation) -> Iterator[HistogramRecord]:
@@ -255,6 +271,7 @@ class Delivery:
                 total=one.total,
                 total_of_squares=one.total_of_squares,
                 unavailable_reason=one.unavailable_reason,
+                stage=observation.stage.value,
             )
 
     def _measurement(self, batch: ScalarBatch, observation: Observation) -> Measurement:
@@ -272,7 +289,7 @@ class Delivery:
             layer_index=call.layer.index,
             call_index=call.call_index,
             signal=observation.signal,
-            stage="",
+            stage=observation.stage.value,
             tensor_path=observation.tensor_path,
             backward_index=self.backward_index or 0,
             timestamp_us=observation.timestamp_us,
@@ -290,14 +307,29 @@ class Delivery:
         )
 
 
-def take_tensor(part: Part, call: Call, signal: Signal, path: str, tensor: torch.Tensor) -> Observation:
+def take_tensor(
+    part: Part, call: Call, signal: Signal, path: str, tensor: torch.Tensor, stage: Stage = Stage.NONE
+) -> Observation:
     """Measures a tensor as it is now (training or autograd thread, hot path).
 
     The observation is appended to the part, with the reason where the tensor cannot be measured.
     """
+    observation = _look(part, call, signal, path, tensor)
+    observation.stage = stage
+    part.observations.append(observation)
+    return observation
+
+
+def note_tensor(call: Call, signal: Signal, path: str, tensor: torch.Tensor) -> Observation:
+    """Returns what a tensor is, without its numbers and in no part (training thread, hot path)."""
+    return _look(None, call, signal, path, tensor)
+
+
+def _look(part: Part | None, call: Call, signal: Signal, path: str, tensor: torch.Tensor) -> Observation:
+    """Returns the observation of a tensor, with its numbers in the part's batch, if there is one."""
     timestamp_us = time.time_ns() // 1000
     device = tensor.device
-    in_focus = call.layer.index in part.focus
+    in_focus = part is not None and call.layer.index in part.focus
     with isolated(device.type):
         # What is computed while a graph is captured would become part of the graph.
         admitted = Absent(Reason.GRAPH_CAPTURE.value) if is_capturing_graph() else admit(tensor)
@@ -305,8 +337,8 @@ def take_tensor(part: Part, call: Call, signal: Signal, path: str, tensor: torch
             local, scope, index, reason = tensor, Scope.UNKNOWN, -1, admitted.reason
         else:
             local, scope = admitted
-            index, reason = part.batch.add(local, histograms=in_focus), ""
-    observation = Observation(
+            index, reason = -1 if part is None else part.batch.add(local, histograms=in_focus), ""
+    return Observation(
         call=call,
         signal=signal,
         tensor_path=path,
@@ -319,12 +351,16 @@ def take_tensor(part: Part, call: Call, signal: Signal, path: str, tensor: torch
         reason=reason,
         has_histograms=in_focus,
     )
-    part.observations.append(observation)
-    return observation
 
 
 def take_absence(
-    part: Part, call: Call, signal: Signal, path: str, reason: str, like: Observation | None = None
+    part: Part,
+    call: Call,
+    signal: Signal,
+    path: str,
+    reason: str,
+    like: Observation | None = None,
+    stage: Stage = Stage.NONE,
 ) -> None:
     """Notes that there is nothing to measure, and why (training or autograd thread, hot path).
 
@@ -335,6 +371,7 @@ def take_absence(
         path: Where it would have been.
         reason: A `Reason`, with or without detail.
         like: An observation that lends its shape, dtype, device and scope.
+        stage: Of a parameter's gradient.
     """
     part.observations.append(
         Observation(
@@ -349,6 +386,7 @@ def take_absence(
             index=-1,
             reason=reason,
             has_histograms=call.layer.index in part.focus,
+            stage=stage,
         )
     )
 

@@ -16,13 +16,14 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from torchinstruments.errors import ConfigurationError
+from torchinstruments.observe.applied import ParameterTracker, StepRelay
 from torchinstruments.observe.bypass import Bypass
 from torchinstruments.observe.calls import RootCall, RunningCalls
 from torchinstruments.observe.capture import SampledForward
@@ -41,7 +42,7 @@ from torchinstruments.observe.fused import may_be_fused
 from torchinstruments.observe.gradients import GradientTracker
 from torchinstruments.observe.hooks import RootPostHook, RootPreHook
 from torchinstruments.observe.layers import ObservedLayers
-from torchinstruments.observe.observation import Delivery, Recipe, SampleFacts
+from torchinstruments.observe.observation import DEFAULT_SIGNALS, Delivery, Recipe, SampleFacts
 from torchinstruments.observe.sampling import SamplingEvent, SamplingPolicy, is_own
 from torchinstruments.observe.selection import Layer, Selector, inside_compiled
 from torchinstruments.observe.session_protocol import Companion, ScaleSource, Session
@@ -50,7 +51,7 @@ from torchinstruments.observe.stack import num_calls
 from torchinstruments.observe.unseen import report_out_of_reach, tell_unseen
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.grad_sync import read_grad_sync
-from torchinstruments.records import ClosedAttempt, Position, SampleState, ScaleProvenance
+from torchinstruments.records import ClosedAttempt, Position, SampleState, ScaleProvenance, Signal
 from torchinstruments.statistics.foreign import foreign_code
 from torchinstruments.statistics.histograms import HistogramReducer
 from torchinstruments.statistics.reducers import Reducer
@@ -80,6 +81,8 @@ class RootProbe:
         selector: Asked again where modules of the model were replaced; None only reports that.
         capture_direct_forwards: Whether ``module.forward(x)`` of the model and of selected layers is observed
             like ``module(x)``.
+        signals: What is measured of the layers.
+        steps: Told of optimizer steps, where parameters' gradients are measured.
         fingerprints: Whether parameters and buffers are fingerprinted in sampled attempts.
     """
 
@@ -100,6 +103,8 @@ class RootProbe:
         focus: frozenset[int] = frozenset(),
         selector: Selector | None = None,
         capture_direct_forwards: bool = False,
+        signals: frozenset[Signal] = DEFAULT_SIGNALS,
+        steps: StepRelay | None = None,
         fingerprints: bool = False,
     ) -> None:
         self.session = session
@@ -117,8 +122,17 @@ class RootProbe:
         self._clock = clock
         self._companions = tuple(companions)
         self._selector_errors = tuple(selector_errors)
+        recipe = Recipe(tuple(reducers), tuple(histograms), focus, session.wants_histograms, signals)
+        self._takes_input = Signal.INPUT in signals
+        self._parameters: ParameterTracker | None = None
+        if Signal.PARAMETER_GRADIENT in signals:
+            self._parameters = ParameterTracker(
+                model, recipe=recipe, faults=faults, scale=scale, deliver=self._deliver
+            )
+            if steps is not None:
+                steps.connect(self._parameters)
         self._tracker = GradientTracker(
-            recipe=Recipe(tuple(reducers), tuple(histograms), focus, session.wants_histograms),
+            recipe=recipe,
             faults=faults,
             scale=scale,
             deliver=self._deliver,
@@ -163,7 +177,10 @@ class RootProbe:
                 self._slot.install()
             else:
                 # First of the pre-hooks and last of the hooks: what the model returns is what is measured.
-                self._handles.append(model.register_forward_pre_hook(RootPreHook(self), prepend=True))
+                pre_hook = RootPreHook(self)
+                self._handles.append(
+                    model.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=self._takes_input)
+                )
                 self._handles.append(model.register_forward_hook(RootPostHook(self), always_call=True))
             if self._captures_direct_forwards:
                 self._override = ForwardOverride(model, DirectRoot(self))
@@ -201,7 +218,7 @@ class RootProbe:
             self._finalizer.detach()
         _detach_all(self._companions, self._bypass)
         cut_off = self._calls.drop()
-        self._tracker.close()
+        self._close_gradients()
         return cut_off
 
     def finish(self) -> None:
@@ -235,7 +252,7 @@ class RootProbe:
         self._is_finished = True
         self._bypass.muted = True
         self._calls.drop()
-        self._tracker.close()
+        self._close_gradients()
 
     def pause(self, change: int) -> None:
         """Counts how many pauses are on: +1 or -1 (training thread). None measures while there is one."""
@@ -254,7 +271,7 @@ class RootProbe:
             if error is not None:
                 raise error
 
-    def root_started(self, module: nn.Module) -> None:
+    def root_started(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Takes the begin of a call of the model (training thread, hot path).
 
         Raises:
@@ -264,12 +281,14 @@ class RootProbe:
             return
         try:
             if not self._is_outermost(module):
+                self._receive(args, kwargs)
                 return
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self.faults.report("forward", "", error)
         self.raise_pending()
         try:
             self._start(module)
+            self._receive(args, kwargs)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self.faults.report("forward", "", error)
 
@@ -291,6 +310,13 @@ class RootProbe:
                 return False
             self._calls.abandon()
         return True
+
+    def _receive(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Has what the model is given measured, where it is a selected layer (training thread, hot path)."""
+        if self._takes_input and self._root_layer is not None:
+            call = self._calls.current()
+            if call is not None and call.sampled is not None:
+                call.sampled.receive(self._root_layer, args, kwargs)
 
     def root_ended(self, output: object) -> None:
         """Takes the end of a call, by an exception too; it never raises (training thread, hot path)."""
@@ -332,6 +358,8 @@ class RootProbe:
             )
         if started.closed:
             self._put_attempts(started.closed)
+        if self._parameters is not None:
+            self._parameters.root_started(started.position)
         call = RootCall(read_grad_sync(module, grad_enabled, self.session.world_size), sys.exception())
         self._calls.begin(call)
         if self._num_paused == 0 and self._is_chosen(started.position):
@@ -376,6 +404,7 @@ class RootProbe:
             position=position,
             started_at_us=started_us,
             grad_sync=call.grad_sync,
+            parameters=self._parameters,
         )
         call.sampled = sampled
         if self._root_layer is not None and self._handles:
@@ -396,6 +425,12 @@ class RootProbe:
         began_s = time.perf_counter()
         self.session.put_fingerprints(self._fingerprinter.take(model, position.attempt))
         self._counts.add(collection_s=time.perf_counter() - began_s)
+
+    def _close_gradients(self) -> None:
+        """Awaits no gradient any more (any thread)."""
+        self._tracker.close()
+        if self._parameters is not None:
+            self._parameters.close()
 
     def _refresh(self) -> None:
         """Takes the model's modules as they are now (training thread, hot path)."""

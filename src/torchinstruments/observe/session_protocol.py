@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import torch
+from torch.optim import Optimizer
 
 from torchinstruments.records import Counters, Outbox, ScaleProvenance
 
@@ -63,6 +64,10 @@ class ScaleSource(Protocol):
 
     def current_scale(self) -> tuple[torch.Tensor | None, ScaleProvenance]:
         """Returns the scale as a tensor, not read here, and how it is known (autograd thread, hot path)."""
+        ...
+
+    def scale_left(self, optimizer: Optimizer) -> tuple[torch.Tensor | float | None, ScaleProvenance]:
+        """Returns the factor that is still in an optimizer's gradients, and how it is known (hot path)."""
         ...
 
 

@@ -33,7 +33,7 @@ _WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__  # noqa: SLF001 - what ``M
 class _RootObserver(Protocol):
     """Who sees the calls of the attached model."""
 
-    def root_started(self, module: nn.Module) -> None:
+    def root_started(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Takes the begin of a call (training thread, hot path)."""
         ...
 
@@ -47,7 +47,11 @@ class _RootObserver(Protocol):
 
 
 class _LayerObserver(Protocol):
-    """Who measures the outputs of layers during one forward."""
+    """Who measures the inputs and outputs of layers during one forward."""
+
+    def receive(self, layer: "Layer", args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Takes the arguments of a call; it never raises (training thread, hot path)."""
+        ...
 
     def observe(self, layer: "Layer", output: object) -> None:
         """Takes an output; it never raises (training thread, hot path)."""
@@ -174,7 +178,7 @@ class RootSlot(CallSlot):
         self, module: nn.Module, caller: "FrameType | None", args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Runs a call of the model (training thread, hot path)."""
-        self._observer.root_started(module)
+        self._observer.root_started(module, args, kwargs)
         try:
             output = self._run_below(module, caller, args, kwargs)
         except BaseException:
@@ -211,13 +215,13 @@ class _SampledSlot(CallSlot):
 
 
 class LayerSlot(_SampledSlot):
-    """Has the output of a layer measured.
+    """Has the input and the output of a layer measured.
 
     Args:
         module: The layer's, where its output is taken.
-        forward: Takes the output.
+        forward: Takes both.
         thread: Whose forward it is.
-        layer: Whose output it is.
+        layer: Whose they are.
     """
 
     __slots__ = ("_layer",)
@@ -231,6 +235,8 @@ class LayerSlot(_SampledSlot):
         self, module: nn.Module, caller: "FrameType | None", args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Runs a call of the layer (training thread, hot path)."""
+        if self._sees():
+            self._forward.receive(self._layer, args, kwargs)
         output = self._run_below(module, caller, args, kwargs)
         if self._sees():
             self._forward.observe(self._layer, output)
@@ -257,7 +263,11 @@ class RegionSlot(_SampledSlot):
         self, module: nn.Module, caller: "FrameType | None", args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Runs a call of the module (training thread, hot path)."""
-        num_calls = self._forward.num_calls(self._region) if self._sees() else 0
+        num_calls = 0
+        if self._sees():
+            num_calls = self._forward.num_calls(self._region)
+            if self._region.own is not None:
+                self._forward.receive(self._region.own, args, kwargs)
         output = self._run_below(module, caller, args, kwargs)
         if self._sees():
             self._forward.region_ended(self._region, num_calls)

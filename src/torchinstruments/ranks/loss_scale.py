@@ -17,7 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.optim import Optimizer
 
 from torchinstruments.config import UNSET, Unset
 from torchinstruments.ranks import scaler_methods
@@ -165,6 +166,34 @@ class ScalerWatch:
             return _scale_of(seen[0])
         return None, ScaleProvenance.UNKNOWN
 
+    def scale_left(self, optimizer: Optimizer) -> tuple[torch.Tensor | float | None, ScaleProvenance]:
+        """Returns the factor by which an optimizer's gradients are still multiplied, and how it is known.
+
+        It is called while the optimizer begins its step, or was skipped (training thread, hot path).
+
+        Returns:
+            What `current_scale` returns, but ``(1.0, GRADSCALER)`` once the scaler has unscaled them, and
+            ``(None, UNKNOWN)`` where the program scales by a number of its own, and where the scaler knows
+            other optimizers alone: one of them may wrap this one.
+        """
+        scale, provenance = self.current_scale()
+        if provenance is ScaleProvenance.EXPLICIT:
+            # Whether the program has divided by it already, nothing tells.
+            return None, ScaleProvenance.UNKNOWN
+        if scale is None:
+            return None, provenance
+        for scaler in _alive([*self._seen, *([] if self._own is None else [self._own])]):
+            if scaler._scale is not scale:  # noqa: SLF001
+                continue
+            # Asked for with [], it would make an entry.
+            states = scaler._per_optimizer_states  # noqa: SLF001
+            state = states.get(id(optimizer))
+            if state is not None and state["stage"] is not OptState.READY:
+                return 1.0, provenance
+            if state is None and states:
+                return None, ScaleProvenance.UNKNOWN
+        return scale, provenance
+
     def scaled(self, scaler: GradScaler) -> None:
         """Takes that a scaler has scaled something (training thread, hot path)."""
         if not _holds(self._seen, scaler):
@@ -243,6 +272,10 @@ class ScalerWatch:
                 evidence=verdict.evidence,
                 amendment=attempt,
             )
+            if attempt.ran is False and self._optimizers.listener is not None:
+                inner = known.reference()
+                if inner is not None:
+                    self._optimizers.listener.step_skipped(inner)
 
     def update_begins(self, scaler: GradScaler) -> None:
         """Takes that an update begins, which discards the findings (training thread, hot path)."""

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -25,7 +25,23 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.records import Evidence, Outcome
 
-__all__ = ["KnownOptimizer", "OptimizerWatch", "first_lr"]
+__all__ = ["KnownOptimizer", "OptimizerWatch", "StepListener", "first_lr"]
+
+
+class StepListener(Protocol):
+    """Who looks at gradients when optimizers step. Nothing raises here."""
+
+    def step_began(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """Takes that a step begins (training or autograd thread, hot path)."""
+        ...
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Takes that a step is over (training or autograd thread, hot path)."""
+        ...
+
+    def step_skipped(self, optimizer: Optimizer) -> None:
+        """Takes that the loss scaler skipped a step (training thread, hot path)."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +108,7 @@ class OptimizerWatch:
         *,
         on_error: Callable[[str, BaseException], None] | None = None,
         now: Callable[[], float] = time.perf_counter,
+        listener: StepListener | None = None,
     ) -> None:
         """Makes a watch that is not attached yet.
 
@@ -102,7 +119,9 @@ class OptimizerWatch:
             only: The one optimizer that counts, whatever its parameters; None counts those of the model.
             on_error: Called with probe and exception for everything that fails inside a hook.
             now: Monotonic seconds, the same clock that the `StepClock` is fed with.
+            listener: Told of every step of this model's optimizers, those inside other steps included.
         """
+        self.listener = listener
         self._clock = clock
         self._parameters = parameters
         self._only = weakref.ref(only) if only is not None else None
@@ -152,7 +171,7 @@ class OptimizerWatch:
                 entry.belongs, entry.witnesses = self._belongs(optimizer), witnesses
         return entry if entry.belongs else None
 
-    def _step_started(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+    def _step_started(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or os.getpid() != self._pid:
             return
         try:
@@ -166,6 +185,8 @@ class OptimizerWatch:
                 self._clock.step_aborted(self._now())
             if self._outermost is None:
                 self._outermost = _Call(id(caller), caller.f_code, entry.reference)
+            if self.listener is not None:
+                self.listener.step_began(optimizer, has_closure=_has_closure(args, kwargs))
             self._clock.step_started(entry.key, self._now())
         except Exception as error:  # noqa: BLE001
             self._report(error)
@@ -179,6 +200,8 @@ class OptimizerWatch:
             if entry is None or not entry.belongs:
                 return
             entry.num_ended += 1
+            if self.listener is not None:
+                self.listener.step_ended(optimizer)
             if self._outermost is not None and self._outermost.address == id(sys._getframe(1)):  # noqa: SLF001
                 self._outermost = None
             outcome, evidence = Outcome.APPLIED, Evidence.OPTIMIZER_HOOK
@@ -250,6 +273,11 @@ def first_lr(optimizer: object) -> float | None:
     groups = getattr(optimizer, "param_groups", None)
     lr = groups[0].get("lr") if groups else None
     return float(lr) if isinstance(lr, (int, float)) and not isinstance(lr, bool) else None
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a step was given a function that runs forwards; its first argument is the optimizer."""
+    return callable(args[1] if len(args) > 1 else kwargs.get("closure"))
 
 
 def _decides_on_device(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:

@@ -35,7 +35,7 @@ class Missing:
 
     Attributes:
         layer: As in `ModuleRecord`.
-        tensor_path: As in `Measurement`.
+        tensor_path: As in `Measurement`, with the stage behind it, where there is one.
         name: Name of the histogram.
         reason: A `Reason` with or without detail, or what failed.
     """
@@ -153,13 +153,19 @@ def open_histogram_files(
 
 
 def _missing(record: HistogramRecord, reason: str) -> Missing:
-    return Missing(record.layer, record.tensor_path, record.name, reason)
+    return Missing(record.layer, f"{record.tensor_path} {record.stage}".rstrip(), record.name, reason)
 
 
 def _encoded(record: HistogramRecord, sample_id: int) -> bytes:
     buckets = histogram_buckets(record)
     tensor = tensor_tag(
-        DEFAULT_PREFIX, record.layer, record.call_index, record.tensor_path, record.backward_index
+        DEFAULT_PREFIX,
+        record.layer,
+        record.call_index,
+        record.tensor_path,
+        record.backward_index,
+        record.signal,
+        record.stage,
     )
     messages = _messages("summary_pb2")
     histogram = messages.HistogramProto(

@@ -30,7 +30,8 @@ class MetricLoggerSink:
 
     Names are ``<prefix>/modules/<layer>/call_<i>/<tensor path>/<metric>``, the root being ``@root``; beside
     them stand ``<prefix>/observer/forward_collection_duration_ms`` with a forward and
-    ``<prefix>/observer/total_collection_duration_ms`` with each backward. The step is the sample id, since no
+    ``<prefix>/observer/total_collection_duration_ms`` with each backward. Names of parameters are as in
+    `sinks.tags`. The step is the sample id, since no
     observer knows a step that means the same in every training loop.
 
     The logger is the caller's: it is never flushed, finalised or closed here. It is called from the writer
@@ -66,13 +67,14 @@ class MetricLoggerSink:
         """Logs what one delivery has (writer thread)."""
         if sample.state is SampleState.MISSED:
             return
-        total_s = self._total_s(sample)
-        if sample.backward_index is None:
-            name, collected_s = "forward_collection_duration_ms", sample.collection_s
-        else:
-            name, collected_s = "total_collection_duration_ms", total_s
         metrics = self._metrics(sample)
-        metrics[f"{self._prefix}/observer/{name}"] = collected_s * 1e3
+        if not sample.at_step:
+            total_s = self._total_s(sample)
+            if sample.backward_index is None:
+                name, collected_s = "forward_collection_duration_ms", sample.collection_s
+            else:
+                name, collected_s = "total_collection_duration_ms", total_s
+            metrics[f"{self._prefix}/observer/{name}"] = collected_s * 1e3
         self._logger.log_metrics(metrics, self._first_sample_id + sample.ordinal)
 
     def close(self) -> None:
@@ -81,7 +83,15 @@ class MetricLoggerSink:
     def _metrics(self, sample: Sample) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for one in sample.measurements:
-            tag = tensor_tag(self._prefix, one.layer, one.call_index, one.tensor_path, one.backward_index)
+            tag = tensor_tag(
+                self._prefix,
+                one.layer,
+                one.call_index,
+                one.tensor_path,
+                one.backward_index,
+                one.signal,
+                one.stage,
+            )
             for metric, value in zip(one.metrics, one.values, strict=True):
                 if value is not None:
                     metrics[f"{tag}/{quoted(metric)}"] = value

@@ -9,8 +9,9 @@
 
 Where the world has several ranks, ``modules.json`` and ``snapshots/`` lie in the rank's own folder,
 ``rank-000/``. A snapshot is written as ``forward_complete``; a backward replaces the file in one step, and it
-says ``backward_observed`` then. It is read back for that from the disk, so that nothing is kept in memory
-however long a backward takes to come.
+says ``backward_observed`` then. An optimizer's step that found gradients of parameters adds them in the same
+way. The file is read back for that from the disk, so that nothing is kept in memory however long a backward
+takes to come.
 """
 
 import json
@@ -33,6 +34,7 @@ from torchinstruments.records import (
     RunRecord,
     Sample,
     SampleState,
+    Signal,
 )
 from torchinstruments.store.filesystem import is_remote, redact
 from torchinstruments.store.layout import rank_folder
@@ -124,7 +126,8 @@ class SnapshotSink:
         first = 0 if self._claim is None else self._claim.first_sample_id
         sample_id = first + sample.ordinal
         name = f"snapshots/{sample_id:06d}.json"
-        snapshot = None if sample.backward_index is None else self._read(name)
+        is_first = sample.backward_index is None and not sample.at_step
+        snapshot = None if is_first else self._read(name)
         if snapshot is None:
             snapshot = _begun(sample, sample_id)
         _add(snapshot, sample)
@@ -280,15 +283,22 @@ def _begun(sample: Sample, sample_id: int) -> dict[str, Any]:
 
 def _add(snapshot: dict[str, Any], sample: Sample) -> None:
     """Adds one delivery of a sample to its snapshot."""
-    snapshot["state"] = sample.state.value
-    snapshot["grad_sync"] = sample.grad_sync.value
-    snapshot["loss_scale"] = sample.loss_scale
-    snapshot["scale_provenance"] = sample.scale_provenance.value
+    if not sample.at_step:
+        snapshot["state"] = sample.state.value
+        snapshot["grad_sync"] = sample.grad_sync.value
+        snapshot["loss_scale"] = sample.loss_scale
+        snapshot["scale_provenance"] = sample.scale_provenance.value
     snapshot["collection_duration_ms"] += sample.collection_s * 1e3
     for one in sample.measurements:
         call = _call(snapshot["modules"].setdefault(one.layer, []), one.call_index)
-        path = f"{one.tensor_path}/backward_{one.backward_index}" if one.backward_index else one.tensor_path
-        call[f"{one.signal.value}s"][path] = _tensor(one)
+        moment = f"/{one.stage}" if one.stage else ""
+        traversal = f"/backward_{one.backward_index}" if one.backward_index else ""
+        tensor = _tensor(one)
+        if one.signal is Signal.PARAMETER_GRADIENT:
+            # What a step finds may have been unscaled since the backward.
+            tensor["loss_scale"] = sample.loss_scale
+            tensor["scale_provenance"] = sample.scale_provenance.value
+        call.setdefault(f"{one.signal.value}s", {})[f"{one.tensor_path}{moment}{traversal}"] = tensor
 
 
 def _call(calls: list[dict[str, Any]], call_index: int) -> dict[str, Any]:

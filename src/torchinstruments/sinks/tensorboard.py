@@ -49,9 +49,9 @@ class TensorBoardLogger(Protocol):
 class TensorBoardSink:
     """Writes the histograms of every sample into a caller's logger (a `Sink`).
 
-    Tags are ``<prefix>/modules/<layer>/call_<i>/<tensor path>/histograms/<name>``, the step is the sample id,
-    the time that of the observation. Histograms that are missing are not written; the run's folder counts
-    them with their reasons.
+    Tags are ``<prefix>/modules/<layer>/call_<i>/<tensor path>/histograms/<name>``, and those of parameters as
+    `sinks.tags` has them; the step is the sample id, the time that of the observation. Histograms that are
+    missing are not written; the run's folder counts them with their reasons.
 
     The logger is the caller's: it is never flushed or closed here. It is called from the writer thread,
     beside the training thread's own calls.
@@ -98,7 +98,13 @@ class TensorBoardSink:
                 continue
             buckets = histogram_buckets(record)
             tag = tensor_tag(
-                self._prefix, record.layer, record.call_index, record.tensor_path, record.backward_index
+                self._prefix,
+                record.layer,
+                record.call_index,
+                record.tensor_path,
+                record.backward_index,
+                record.signal,
+                record.stage,
             )
             writer.add_histogram_raw(
                 histogram_tag(tag, record.name),

@@ -142,12 +142,16 @@ class _Tally:
 
     def add(self, sample: Sample) -> None:
         """Adds one delivery."""
-        if sample.backward_index is None:
+        if sample.at_step:
+            self.collection_backward_s += sample.collection_s
+        elif sample.backward_index is None:
             self.collection_forward_s += sample.collection_s
         else:
             self.collection_backward_s += sample.collection_s
             self.num_backwards += 1
-        if sample.state is not SampleState.FORWARD_COMPLETE or self.num_backwards == 0:
+        # What a step found changes nothing of how far the forward and its backwards came.
+        is_further = sample.state is not SampleState.FORWARD_COMPLETE or self.num_backwards == 0
+        if is_further and not sample.at_step:
             self.state = sample.state
         self.rows += num_rows(sample)
         self.errors += sample.errors

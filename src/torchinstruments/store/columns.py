@@ -90,7 +90,7 @@ class SampleRow:
         state: How far it has come.
         num_backwards: Traversals of its graph that were observed.
         collection_forward_s: Seconds of the training thread for its forward.
-        collection_backward_s: Seconds of the training thread for its backwards.
+        collection_backward_s: Seconds of the training thread for its backwards, and for what steps found.
         rows: Rows of ``history`` that it gave.
         errors: Errors while it was collected.
         modules_expected: Selected modules.

@@ -34,9 +34,9 @@ _MEANINGS = {
     "timestamp": "of this observation",
     "layer": "name in the model; empty for the root",
     "call_index": "ordinal of the layer's call in this forward",
-    "signal": "`output` or `output_gradient`",
-    "stage": "of a parameter's gradient, else empty",
-    "tensor_path": "which tensor of the output",
+    "signal": "`input`, `output`, `output_gradient`, `parameter` or `parameter_gradient`",
+    "stage": "of a parameter's gradient: `local_accumulated`, `reduced`, `applied`; else empty",
+    "tensor_path": "which tensor of the input or output; of a parameter its own name",
     "backward_index": "which traversal of the graph",
     "mode": "`train` or `eval`, of the layer",
     "grad_enabled": "at the call",
@@ -127,14 +127,14 @@ nonfinite = (
     pl.scan_parquet("history.parquet")
     .filter((pl.col("metric") == "nonfinite_fraction") & (pl.col("value") > 0))
     .sort("sample_id", "layer")
-    .select("sample_id", "attempt", "layer", "signal", "tensor_path", "value")
+    .select("sample_id", "attempt", "layer", "signal", "stage", "tensor_path", "value")
     .collect()
 )
 print(nonfinite)
 ```
 
 ```sql
-SELECT sample_id, attempt, layer, signal, tensor_path, value
+SELECT sample_id, attempt, layer, signal, stage, tensor_path, value
 FROM read_parquet('history.parquet')
 WHERE metric = 'nonfinite_fraction' AND value > 0
 ORDER BY sample_id, layer;

@@ -101,6 +101,27 @@ def test_many_ranks_are_shown_by_their_extremes(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out.splitlines()[-1].split() == ["fc", "output", "1", "0", "2", "7", "50.0%"]
 
 
+def test_parameters_are_told_apart_by_name_and_moment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A layer has several of them, and a gradient several stages."""
+    run = whole_run(tmp_path / "run", num_samples=1)
+    for rank in range(2):
+        counted(run, rank)
+        rows = [
+            {"signal": "parameter_gradient", "stage": stage, "tensor_path": path, "metric": "std"}
+            | {"sample_id": 0, "value": 1.0 + rank * share}
+            for stage, path, share in (("local_accumulated", "weight", 3.0), ("reduced", "bias", 1.0))
+        ]
+        run.history(rank, rows, process_of(rank), 1)
+    assert main(["merge", run.url]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert lines == [
+        ["fc", "weight", "parameter_gradient", "local_accumulated", "1", "4", "75.0%"],
+        ["fc", "bias", "parameter_gradient", "reduced", "1", "2", "50.0%"],
+    ]
+
+
 def test_names_are_never_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A layer whose name looks like markup is shown as it is."""
     run = whole_run(tmp_path / "run")

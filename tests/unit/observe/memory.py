@@ -1,6 +1,6 @@
 """A session that keeps everything in memory, and an observer over it: what the tests of this room need."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +9,10 @@ from torch import nn
 from typing_extensions import override
 
 from torchinstruments.config import ErrorPolicy
+from torchinstruments.observe.applied import StepRelay
 from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.focus import select_focus
+from torchinstruments.observe.observation import DEFAULT_SIGNALS
 from torchinstruments.observe.observer import Observer
 from torchinstruments.observe.probe import RootProbe
 from torchinstruments.observe.sampling import AlwaysSampler, SamplingPolicy
@@ -117,7 +119,16 @@ class MemorySession:
 
     def gradients(self) -> list[Measurement]:
         """All gradients, in the order of delivery."""
-        return [m for sample in self.samples() for m in sample.measurements if m.signal is not Signal.OUTPUT]
+        return self.of(Signal.OUTPUT_GRADIENT)
+
+    def of(self, signal: Signal, stage: str = "") -> list[Measurement]:
+        """All measurements of one signal and stage, in the order of delivery."""
+        return [
+            m
+            for sample in self.samples()
+            for m in sample.measurements
+            if m.signal is signal and m.stage == stage
+        ]
 
     def histograms(self) -> list[HistogramRecord]:
         """All histograms, in the order of delivery."""
@@ -146,6 +157,8 @@ def observe(
     max_histogram_modules: int = 8,
     capture_direct_forwards: bool = False,
     fingerprints: bool = False,
+    signals: Collection[Signal] = DEFAULT_SIGNALS,
+    steps: StepRelay | None = None,
 ) -> Observer:
     """Attaches an observer that measures every forward."""
     chosen = selector or leaf_modules()
@@ -165,6 +178,8 @@ def observe(
         selector=chosen,
         capture_direct_forwards=capture_direct_forwards,
         fingerprints=fingerprints,
+        signals=frozenset(signals),
+        steps=steps,
     )
     observer = Observer(probe)
     observer.attach(model)

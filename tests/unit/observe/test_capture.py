@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
 from torchinstruments.config import ErrorPolicy
-from torchinstruments.observe import capture
+from torchinstruments.observe import intake
 from torchinstruments.observe.sampling import EveryNForwardsSampler, SamplingEvent
 from torchinstruments.records import Execution, GradSync, SampleState, Scope
 from unit.observe.memory import MemorySession, Recorder, num_hooks, observe, value
@@ -360,7 +360,7 @@ def test_the_tensors_of_one_forward_are_bounded(
     session: MemorySession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond the bound nothing is measured, and one error says so."""
-    monkeypatch.setattr(capture, "MAX_OBSERVATIONS", 3)
+    monkeypatch.setattr(intake, "MAX_OBSERVATIONS", 3)
     relu = nn.ReLU()
     model = nn.Sequential(*[relu] * 5)
     observe(model, session)

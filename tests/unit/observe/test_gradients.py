@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from typing_extensions import override
 
@@ -363,6 +364,9 @@ def test_the_loss_scale_is_the_one_at_the_end_of_the_backward(session: MemorySes
     class Scaler:
         def current_scale(self) -> tuple[torch.Tensor | None, ScaleProvenance]:
             return scale, ScaleProvenance.GRADSCALER
+
+        def scale_left(self, optimizer: Optimizer) -> tuple[torch.Tensor | float | None, ScaleProvenance]:
+            raise AssertionError(f"no step was expected, of {optimizer}")
 
     model = nn.Sequential(nn.Linear(2, 2))
     observe(model, session, scale=Scaler())

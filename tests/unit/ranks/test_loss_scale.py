@@ -321,3 +321,63 @@ def test_what_fails_in_a_scaler_of_somebody_elses_reaches_the_errors_and_not_the
         training.step(_Broken("cpu", init_scale=2.0), SGD(training.model.parameters(), lr=0.1))
     assert {(probe, str(error)) for probe, error in training.errors} == {("loss_scale", "do not ask")}
     assert training.close() == [(Outcome.APPLIED, Evidence.OPTIMIZER_HOOK, None)]
+
+
+def test_the_scale_that_is_left_follows_what_the_scaler_did():
+    """It is gone once the gradients are unscaled, and asking makes no entry."""
+    with _Training() as training:
+        optimizer = SGD(training.model.parameters(), lr=0.1)
+        assert training.scalers.scale_left(optimizer) == (None, ScaleProvenance.NONE_SEEN)
+        scaler = _scaler_of()
+        scaler.scale(training.model(torch.ones(1, 1)).sum()).backward()
+        scale, provenance = training.scalers.scale_left(optimizer)
+        assert scale is scaler._scale
+        assert not scaler._per_optimizer_states
+        scaler.unscale_(optimizer)
+        assert training.scalers.scale_left(optimizer) == (1.0, ScaleProvenance.GRADSCALER)
+        assert provenance is ScaleProvenance.GRADSCALER
+
+
+def test_the_scale_that_is_left_is_unknown_where_the_scaler_knows_others_alone():
+    """One of them may be this optimizer in a wrapper."""
+    with _Training() as training:
+        optimizer = SGD(training.model.parameters(), lr=0.1)
+        other = SGD(training.model.parameters(), lr=0.1)
+        scaler = _scaler_of()
+        scaler.scale(training.model(torch.ones(1, 1)).sum()).backward()
+        scaler.unscale_(other)
+        assert training.scalers.scale_left(optimizer) == (None, ScaleProvenance.UNKNOWN)
+
+
+def test_a_listener_is_told_of_begun_ended_and_skipped_steps():
+    """Of this model's optimizers alone, and of a closure."""
+    told: list[tuple[object, ...]] = []
+
+    class Listener:
+        def step_began(self, optimizer, *, has_closure):
+            told.append(("began", optimizer, has_closure))
+
+        def step_ended(self, optimizer):
+            told.append(("ended", optimizer))
+
+        def step_skipped(self, optimizer):
+            told.append(("skipped", optimizer))
+
+    with _Training() as training:
+        training.optimizers.listener = Listener()
+        optimizer = SGD(training.model.parameters(), lr=0.1)
+        scaler = _scaler_of()
+        training.step(scaler, optimizer)
+        training.step(scaler, optimizer, overflow=True)
+        optimizer.step(lambda: 0.0)
+        optimizer.step(closure=lambda: 0.0)
+        SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+    assert told == [
+        ("began", optimizer, False),
+        ("ended", optimizer),
+        ("skipped", optimizer),
+        ("began", optimizer, True),
+        ("ended", optimizer),
+        ("began", optimizer, True),
+        ("ended", optimizer),
+    ]

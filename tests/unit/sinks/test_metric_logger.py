@@ -8,7 +8,7 @@ import pytest
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.records import SampleState, Signal
 from torchinstruments.sinks.metric_logger import MetricLoggerSink
-from unit.store.material import backward, claim, forward, identity, measurement, run_record
+from unit.store.material import at_step, backward, claim, forward, identity, measurement, run_record
 
 
 class KeepingLogger:
@@ -91,6 +91,24 @@ def test_a_second_traversal_has_names_of_its_own() -> None:
     assert "torchinstruments/modules/layer99/call_0/grad_output/backward_1/mean" in logger.logged[2][0]
     totals = [one[0].get("torchinstruments/observer/total_collection_duration_ms") for one in logger.logged]
     assert totals == [None, 750.0, 1250.0]
+
+
+def test_parameters_and_what_steps_find_have_names_of_their_own() -> None:
+    """A step takes no time of the forward or backward, so it says nothing of that."""
+    logger = KeepingLogger()
+    sink = MetricLoggerSink(logger)
+    found = measurement(
+        signal=Signal.PARAMETER_GRADIENT,
+        tensor_path="weight",
+        stage="applied",
+        metrics=("mean",),
+        values=(2.0,),
+    )
+    sink.observe(forward(0, replace(found, signal=Signal.PARAMETER, stage=""), settled=True))
+    sink.observe(at_step(0, found))
+    (of_forward, _), (of_step, _) = logger.logged
+    assert of_forward["torchinstruments/modules/layer99/parameters/weight/mean"] == 2.0
+    assert of_step == {"torchinstruments/modules/layer99/parameter_gradients/weight/applied/mean": 2.0}
 
 
 def test_a_missed_sample_logs_nothing() -> None:

@@ -15,7 +15,7 @@ from torchinstruments.sinks.snapshots import SnapshotSink
 from torchinstruments.store.local import LocalStorage
 from unit.sinks.deliveries import Resolved
 from unit.store.folders import begin_run
-from unit.store.material import backward, claim, forward, measurement, module, run_record
+from unit.store.material import at_step, backward, claim, forward, measurement, module, run_record
 
 ALONE = Identity(0, 1, 0, "node-a", "1a2b3c4d")
 CLAIM = dataclasses.replace(claim(), alone=True)
@@ -282,3 +282,23 @@ def test_what_is_no_local_folder_is_refused(output_dir) -> None:
     with pytest.raises(ConfigurationError, match=r"SnapshotSink\(") as raised:
         SnapshotSink(output_dir)
     assert "hidden" not in str(raised.value)
+
+
+def test_parameters_and_their_gradients_stand_under_their_signals(tmp_path: Path) -> None:
+    """What a step finds comes into the same file, with the factor that is left, and changes no state."""
+    sink = begun(tmp_path)
+    weight = measurement(0, Signal.PARAMETER, tensor_path="weight")
+    gradient = measurement(0, Signal.PARAMETER_GRADIENT, tensor_path="weight", stage="reduced")
+    sink.observe(forward(0, weight, measurement(0, Signal.INPUT, tensor_path="input")))
+    sink.observe(dataclasses.replace(backward(0, gradient), loss_scale=8.0))
+    sink.observe(at_step(0, dataclasses.replace(gradient, stage="applied")))
+    snapshot = read(tmp_path / "snapshots" / "000000.json")
+    (call,) = snapshot["modules"]["layer99"]
+    assert list(call["parameters"]) == ["weight"]
+    assert list(call["inputs"]) == ["input"]
+    gradients = call["parameter_gradients"]
+    assert {path: one["loss_scale"] for path, one in gradients.items()} == {
+        "weight/reduced": 8.0,
+        "weight/applied": 1.0,
+    }
+    assert (snapshot["state"], snapshot["loss_scale"]) == ("backward_observed", 8.0)

@@ -3,6 +3,7 @@
 import pytest
 
 from torchinstruments.errors import ConfigurationError
+from torchinstruments.records import Signal
 from torchinstruments.sinks.tags import checked_prefix, quoted, tensor_tag
 
 
@@ -21,6 +22,19 @@ def test_the_root_has_a_name_that_no_layer_can_have() -> None:
 def test_a_later_traversal_has_a_series_of_its_own() -> None:
     """The second backward of a graph does not run into the first."""
     assert tensor_tag("p", "a", 0, "grad_output", 2) == "p/modules/a/call_0/grad_output/backward_2"
+
+
+def test_parameters_have_no_calls_and_their_gradients_have_moments() -> None:
+    """One that is named like an output is no output, and no stage runs into another."""
+    assert tensor_tag("p", "a", 0, "output", 0, Signal.PARAMETER) == "p/modules/a/parameters/output"
+    tags = [
+        tensor_tag("p", "a", 0, "weight", 1, Signal.PARAMETER_GRADIENT, stage)
+        for stage in ("local_accumulated", "reduced")
+    ]
+    assert tags == [
+        "p/modules/a/parameter_gradients/weight/local_accumulated/backward_1",
+        "p/modules/a/parameter_gradients/weight/reduced/backward_1",
+    ]
 
 
 def test_segments_are_percent_quoted() -> None:

@@ -1,6 +1,7 @@
 """Histograms in a caller's logger, and a real one of Lightning beside it."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 from typing_extensions import override
 
 from torchinstruments.errors import ConfigurationError
+from torchinstruments.records import Signal
 from torchinstruments.sinks.delivery import Delivery
 from torchinstruments.sinks.metric_logger import MetricLoggerSink
 from torchinstruments.sinks.tensorboard import TensorBoardSink
@@ -118,3 +120,17 @@ def test_an_empty_prefix_is_refused(tmp_path: Path) -> None:
     logger = TensorBoardLogger(str(tmp_path))
     with pytest.raises(ConfigurationError, match="prefix"):
         TensorBoardSink(logger, prefix="/")
+
+
+def test_histograms_of_parameters_have_tags_of_their_own(tmp_path: Path) -> None:
+    """Each stage of a gradient is a series."""
+    logger = TensorBoardLogger(str(tmp_path), name="run", version="v")
+    sink = TensorBoardSink(logger)
+    record = replace(histogram_record("fc", tensor_path="weight"), signal=Signal.PARAMETER_GRADIENT)
+    for stage in ("reduced", "applied"):
+        sink.observe(with_histograms(forward(0), replace(record, stage=stage)))
+    logger.finalize("success")
+    assert sorted(read_histograms(Path(logger.log_dir))) == [
+        f"torchinstruments/modules/fc/parameter_gradients/weight/{stage}/histograms/distribution"
+        for stage in ("applied", "reduced")
+    ]

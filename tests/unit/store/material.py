@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torchinstruments.records import (
     AttemptRecord,
@@ -45,6 +46,7 @@ def measurement(
     reasons: Sequence[str] | None = None,
     tensor_path: str | None = None,
     shape: tuple[int, ...] = (8, 1024),
+    stage: str = "",
 ) -> Measurement:
     """Returns one tensor's scalars; layer names sort against the catalog's order."""
     default_path = "output" if signal is Signal.OUTPUT else "grad_output"
@@ -53,7 +55,7 @@ def measurement(
         layer_index=layer,
         call_index=call_index,
         signal=signal,
-        stage="",
+        stage=stage,
         tensor_path=default_path if tensor_path is None else tensor_path,
         backward_index=backward_index,
         timestamp_us=timestamp_us,
@@ -103,6 +105,11 @@ def forward(
         settled=settled,
         measurements=measurements,
     )
+
+
+def at_step(ordinal: int, *measurements: Measurement, loss_scale: float | None = 1.0) -> Sample:
+    """Returns the delivery of an optimizer's step, after the backward."""
+    return replace(backward(ordinal, *measurements), backward_index=None, at_step=True, loss_scale=loss_scale)
 
 
 def backward(ordinal: int, *measurements: Measurement, index: int = 0, settled: bool = True) -> Sample:

@@ -1,6 +1,6 @@
 """When buffered rows are due, without a writer around them."""
 
-from torchinstruments.records import AttemptRecord
+from torchinstruments.records import AttemptRecord, SampleState
 from torchinstruments.store.buffering import (
     DURABLE_WITHIN_S,
     MAX_REMEMBERED_SAMPLES,
@@ -8,7 +8,7 @@ from torchinstruments.store.buffering import (
     RecordBuffer,
     SampleTallies,
 )
-from unit.store.material import attempt, backward, forward, measurement
+from unit.store.material import at_step, attempt, backward, forward, measurement
 
 
 def test_the_age_of_a_buffer_is_that_of_its_oldest_row() -> None:
@@ -77,3 +77,26 @@ def test_a_forgotten_sample_that_was_never_written_keeps_its_sums() -> None:
 
     (row,) = [row for row in tallies.take_all() if row.sample_id == 0]
     assert (row.rows, row.num_backwards) == (6, 1)
+
+
+def test_what_a_step_found_adds_rows_and_no_backward() -> None:
+    """Its seconds are those behind the forward, and the sample has come as far as before."""
+    tallies = SampleTallies(1000)
+    tallies.add(0, forward(0, measurement()), 0.0)
+    tallies.add(0, backward(0, measurement()), 0.0)
+    (before,) = tallies.take_all()
+    tallies.add(0, at_step(0, measurement()), 1.0)
+    (after,) = tallies.take_all()
+    assert (before.rows, after.rows) == (6, 9)
+    assert (after.num_backwards, after.state) == (1, SampleState.BACKWARD_OBSERVED)
+    assert after.collection_forward_s == before.collection_forward_s
+    assert after.collection_backward_s > before.collection_backward_s
+
+
+def test_a_step_without_a_backward_leaves_the_state_of_the_forward() -> None:
+    """Nothing went backwards."""
+    tallies = SampleTallies(1000)
+    tallies.add(0, forward(0, measurement()), 0.0)
+    tallies.add(0, at_step(0, measurement()), 0.0)
+    (row,) = tallies.take_all()
+    assert (row.num_backwards, row.state) == (0, SampleState.FORWARD_COMPLETE)

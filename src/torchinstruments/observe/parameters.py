@@ -1,0 +1,375 @@
+"""The parameters of the selected layers: their values, and their gradients in the backwards of a sample.
+
+A value is taken when a sampled forward begins. A gradient is taken at three moments, which are its stages:
+right after a backward has added to it, before ranks reduce it (here); after the end of the backward, and so
+of the reduction (here); and as the optimizer's step finds it (`observe.applied`).
+
+``p.grad`` knows no forwards: it holds what all backwards since ``zero_grad`` have added. So it is taken for
+the last forward with gradients alone, and only in a backward that comes through an output of it.
+
+Hooks stay on parameters from a sampled forward to the next forward with gradients. They hold no parameter and
+no sample, and copies and pickles of the model leave them behind.
+"""
+
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from torchinstruments.observe.engine import graph_task
+from torchinstruments.observe.faults import Tally
+from torchinstruments.observe.gradients import SampleGradients, Traversal
+from torchinstruments.observe.hooks import ParameterHook
+from torchinstruments.observe.observation import (
+    Call,
+    Observation,
+    Part,
+    SampleFacts,
+    error_reason,
+    note_tensor,
+    take_absence,
+    take_tensor,
+)
+from torchinstruments.records import GradSync, Reason, SampleState, Scope, Signal, Stage
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = [
+    "ParameterGradients",
+    "ParameterTarget",
+    "left_out_parameters",
+    "sharded_parameters",
+    "take_gradient",
+    "take_parameters",
+]
+
+_PROBE = "gradient"
+_REDUCED = (GradSync.SYNCED, GradSync.NOT_DISTRIBUTED)
+_LOST = Reason.NO_GRADIENT.with_detail("another forward with gradients began before this one's backward")
+_PARTIAL = Reason.NOT_SYNCHRONISED.with_detail(
+    "the backward reached only some of the outputs, so that the reduction may not be over"
+)
+_LEFT_OUT = Reason.NOT_SYNCHRONISED.with_detail("DistributedDataParallel was told to leave it alone")
+_NONE_OR_LOCAL = Reason.NO_GRADIENT.with_detail("none came, or it was not reduced")
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterTarget:
+    """One parameter of one layer whose gradient may come.
+
+    Attributes:
+        call: The layer, as the forward found it.
+        name: The parameter's name in its module.
+        parameter: Held weakly.
+        like: What was observed of it.
+        refusal: Why no gradient of it can be measured, else ``""``.
+        is_sharded: Whether its gradient is there only after its reduction (FSDP).
+        tells: Whether it says by itself when it was reduced.
+        is_left_out: Whether its wrapper was told not to reduce it.
+    """
+
+    call: Call
+    name: str
+    parameter: weakref.ref[torch.Tensor]
+    like: Observation
+    refusal: str
+    is_sharded: bool
+    tells: bool
+    is_left_out: bool
+
+
+class ParameterGradients:
+    """The gradients of the parameters in the backwards of one sampled forward.
+
+    Args:
+        grad_sync: As latched at the forward's start.
+        attempt: Of the forward.
+        sharded: Ids of the parameters that ``fully_shard`` manages.
+        left_out: Ids of those that `DistributedDataParallel` was told to leave alone.
+    """
+
+    def __init__(
+        self,
+        grad_sync: GradSync,
+        attempt: int | None,
+        *,
+        sharded: frozenset[int] = frozenset(),
+        left_out: frozenset[int] = frozenset(),
+    ) -> None:
+        self.attempt = attempt
+        self.targets: list[ParameterTarget] = []
+        self.pending: dict[int, None] = {}
+        """Targets that no optimizer's step has found yet."""
+        self.facts: SampleFacts | None = None
+        """Of the sample, once its forward is over."""
+        self.state = SampleState.FORWARD_COMPLETE
+        self._grad_sync = grad_sync
+        self._sharded = sharded
+        self._left_out = left_out
+        self._sample: weakref.ref[SampleGradients] | None = None
+        self._alike: dict[int, list[int]] = {}
+        self._first: dict[int, int] = {}
+        self._handles: list[RemovableHandle] = []
+        self._came: dict[int, dict[int, tuple[Part, int]]] = {}
+        self._is_withdrawn = False
+
+    @property
+    def sample(self) -> SampleGradients | None:
+        """The bookkeeping of the sample's backwards, as long as one may come."""
+        return None if self._sample is None else self._sample()
+
+    def belongs_to(self, sample: SampleGradients) -> None:
+        """Takes the bookkeeping of the sample's backwards (training thread, hot path)."""
+        self._sample = weakref.ref(sample)
+
+    def expect(self, call: Call, tally: Tally) -> None:
+        """Watches for the gradients of a layer's own parameters (training thread, hot path)."""
+        for name, parameter in _own_parameters(call):
+            # Of a frozen parameter nothing comes, and a model may have thousands of them.
+            if not parameter.requires_grad or not parameter.is_leaf:
+                continue
+            index = len(self.targets)
+            target = self._target(call, name, parameter)
+            self.targets.append(target)
+            self.pending[index] = None
+            if target.refusal:
+                continue
+            first = self._first.setdefault(id(parameter), index)
+            self._alike.setdefault(first, []).append(index)
+            if first == index:
+                try:
+                    self._hook(parameter, index)
+                except Exception as error:  # noqa: BLE001 - the sample goes on with the next parameter
+                    tally.fail(_PROBE, error)
+                    self.targets[index] = replace(target, refusal=error_reason(error))
+
+    def forward_ended(self, facts: SampleFacts, *, failed: bool) -> None:
+        """Takes what is known after the forward (training thread, hot path)."""
+        if failed:
+            self.withdraw()
+            self.pending.clear()
+        self.facts = facts
+
+    def withdraw(self) -> None:
+        """Takes the hooks out of the parameters. Idempotent (any thread)."""
+        self._is_withdrawn = True
+        handles = self._handles
+        self._handles = []
+        for handle in handles:
+            handle.remove()
+
+    def accumulated(self, target: int) -> None:
+        """Measures a gradient that was just added to; it never raises (autograd thread, hot path)."""
+        sample = self.sample
+        if self._is_withdrawn or sample is None or sample.closed:
+            return
+        traversal = sample.running(graph_task())
+        if traversal is None:
+            # A backward of another forward, or of a loss that knows no forward, a penalty of the weights.
+            return
+        started_s = time.perf_counter()
+        try:
+            for index in self._alike[target]:
+                self._take_accumulated(traversal, index)
+        except Exception as error:  # noqa: BLE001 - nothing may leave a hook
+            traversal.tally.fail(_PROBE, error)
+        finally:
+            traversal.collection_s += time.perf_counter() - started_s
+
+    def backward_ended(self, traversal: Traversal) -> None:
+        """Measures the reduced gradients, and says what did not come (autograd thread, hot path)."""
+        came = self._came.pop(traversal.task, {})
+        self.state = SampleState.BACKWARD_OBSERVED
+        is_first = traversal.backward_index == 0
+        refusal = self._refusal_of_reduced(traversal, came)
+        for index, target in enumerate(self.targets):
+            if not is_first and index not in came:
+                continue
+            traversal.tally.layer = target.call.layer.name
+            part = traversal.part()
+            local, reduced = self._reasons(target, refusal, has_come=index in came)
+            if local:
+                _absent(part, target, Stage.LOCAL_ACCUMULATED, local)
+            if reduced:
+                _absent(part, target, Stage.REDUCED, reduced)
+            elif not (target.tells and index in came):
+                take_gradient(part, target, Stage.REDUCED, traversal.tally)
+
+    def _target(self, call: Call, name: str, parameter: torch.Tensor) -> ParameterTarget:
+        """Returns what is to be known of a parameter before its gradient comes."""
+        like = _note(call, name, parameter)
+        refusal = like.reason if like.reason.startswith(_TAKES_NO_HOOK) else ""
+        tells = id(parameter) in self._sharded
+        return ParameterTarget(
+            call=call,
+            name=name,
+            parameter=weakref.ref(parameter),
+            like=like,
+            refusal=refusal,
+            is_sharded=tells or _is_flattened(parameter),
+            tells=tells,
+            is_left_out=id(parameter) in self._left_out,
+        )
+
+    def _hook(self, parameter: torch.Tensor, index: int) -> None:
+        """Puts the hook of a target before those of the program, which may take the gradient away."""
+        handle = parameter.register_post_accumulate_grad_hook(ParameterHook(self, index))
+        self._handles.append(handle)
+        if self._is_withdrawn:
+            # By another thread's forward, meanwhile.
+            handle.remove()
+            return
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        others = [key for key in hooks if key != handle.id]
+        # The engine goes by the order of insertion alone. All in one call, so that no other thread's backward
+        # can come upon a moment without them.
+        deque(map(hooks.__setitem__, others, map(hooks.pop, others)), maxlen=0)
+
+    def _take_accumulated(self, traversal: Traversal, index: int) -> None:
+        """Measures the gradient of one target; of several times in one backward the last one counts."""
+        target = self.targets[index]
+        part = traversal.part()
+        traversal.tally.layer = target.call.layer.name
+        take_gradient(
+            part, target, Stage.REDUCED if target.tells else Stage.LOCAL_ACCUMULATED, traversal.tally
+        )
+        came = self._came.setdefault(traversal.task, {})
+        before = came.get(index)
+        if before is not None and before[0] is part:
+            part.observations[before[1]] = part.observations.pop()
+        else:
+            came[index] = part, len(part.observations) - 1
+
+    def _refusal_of_reduced(self, traversal: Traversal, came: dict[int, tuple[Part, int]]) -> str:
+        """Returns why no gradient was reduced in a backward as far as that is known, else ``""``."""
+        if self._grad_sync is GradSync.LOCAL:
+            return Reason.NOT_SYNCHRONISED.value
+        if self._grad_sync not in _REDUCED:
+            return Reason.NOT_SYNCHRONISED.with_detail(f"the synchronisation is {self._grad_sync.value}")
+        if not came and not any(target.is_sharded and not target.tells for target in self.targets):
+            # It added to no gradient: torch.autograd.grad.
+            return Reason.NO_GRADIENT.value
+        is_partial = len(came) < len(self.targets) and traversal.sample.num_missing > 0
+        return _PARTIAL if is_partial and self._grad_sync is GradSync.SYNCED else ""
+
+    def _reasons(self, target: ParameterTarget, refusal: str, *, has_come: bool) -> tuple[str, str]:
+        """Returns why a gradient is missing before the reduction, and after it; ``""`` where it is not."""
+        if target.refusal:
+            return target.refusal, target.refusal
+        if self._is_withdrawn and not has_come:
+            return _LOST, _LOST
+        if target.tells:
+            if has_come:
+                return Reason.SHARDED.value, ""
+            is_local = self._grad_sync is GradSync.LOCAL
+            return Reason.SHARDED.value, Reason.NOT_SYNCHRONISED.value if is_local else _NONE_OR_LOCAL
+        if target.is_left_out and self._grad_sync is GradSync.SYNCED:
+            refusal = _LEFT_OUT
+        if target.is_sharded:
+            return Reason.SHARDED.value, refusal
+        return "" if has_come else Reason.NO_GRADIENT.value, refusal
+
+
+def take_parameters(part: Part, call: Call, tally: Tally) -> None:
+    """Measures a layer's own parameters as they are now (training thread, hot path)."""
+    for name, parameter in _own_parameters(call):
+        try:
+            if is_lazy(parameter):
+                take_absence(part, call, Signal.PARAMETER, name, Reason.UNINITIALISED.value)
+                continue
+            observation = take_tensor(part, call, Signal.PARAMETER, name, parameter)
+            _correct_scope(observation, parameter)
+        except Exception as error:  # noqa: BLE001 - the sample goes on with the next parameter
+            tally.fail("forward", error)
+            take_absence(part, call, Signal.PARAMETER, name, error_reason(error))
+
+
+def take_gradient(part: Part, target: ParameterTarget, stage: Stage, tally: Tally) -> None:
+    """Measures the gradient of a parameter as it is now, or says that there is none (hot path)."""
+    try:
+        parameter = target.parameter()
+        gradient = None if parameter is None else parameter.grad
+        if parameter is None or gradient is None:
+            _absent(part, target, stage, Reason.NO_GRADIENT.value)
+            return
+        observation = take_tensor(part, target.call, Signal.PARAMETER_GRADIENT, target.name, gradient, stage)
+        _correct_scope(observation, parameter)
+    except Exception as error:  # noqa: BLE001 - the sample goes on with the next parameter
+        tally.fail(_PROBE, error)
+        _absent(part, target, stage, error_reason(error))
+
+
+def left_out_parameters(root: nn.Module) -> frozenset[int]:
+    """Returns the ids of the parameters that `DistributedDataParallel` was told to leave alone (hot path).
+
+    Args:
+        root: The attached module; where it is inside a wrapper, in a forward of that.
+    """
+    # Set during the wrapper's forward alone.
+    around = DistributedDataParallel._get_active_ddp_module()  # noqa: SLF001 - has no public name
+    return frozenset(
+        id(parameter)
+        for wrapper in (*root.modules(), around)
+        if isinstance(wrapper, DistributedDataParallel) and wrapper.parameters_to_ignore
+        for name, parameter in wrapper.module.named_parameters()
+        if name in wrapper.parameters_to_ignore
+    )
+
+
+def sharded_parameters(root: nn.Module) -> frozenset[int]:
+    """Returns the ids of the parameters that ``fully_shard`` manages (training thread, hot path)."""
+    sharding = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(sharding, "FSDPModule", None)
+    if kind is None:
+        return frozenset()
+    return frozenset(
+        id(parameter)
+        for module in root.modules()
+        if isinstance(module, kind)
+        for parameter in module.parameters()
+        if hasattr(parameter, "placements")
+    )
+
+
+_TAKES_NO_HOOK = (Reason.UNINITIALISED.value, Reason.META_TENSOR.value, Reason.GRAPH_CAPTURE.value)
+
+
+def _own_parameters(call: Call) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields name and parameter of what is registered in a layer's module itself."""
+    return call.layer.module.named_parameters(recurse=False)
+
+
+def _note(call: Call, name: str, parameter: torch.Tensor) -> Observation:
+    """Returns what a parameter is."""
+    if is_lazy(parameter):
+        return Observation(
+            call, Signal.PARAMETER, name, 0, Scope.UNKNOWN, (), "", "", -1, Reason.UNINITIALISED.value
+        )
+    observation = note_tensor(call, Signal.PARAMETER, name, parameter)
+    _correct_scope(observation, parameter)
+    return observation
+
+
+def _absent(part: Part, target: ParameterTarget, stage: Stage, reason: str) -> None:
+    """Says why a stage of a gradient is missing."""
+    take_absence(part, target.call, Signal.PARAMETER_GRADIENT, target.name, reason, target.like, stage)
+
+
+def _is_flattened(parameter: torch.Tensor) -> bool:
+    """Returns whether a plain parameter is a piece of what ``FullyShardedDataParallel`` has flattened."""
+    return getattr(parameter, "_fsdp_flattened", False) is True
+
+
+def _correct_scope(observation: Observation, parameter: torch.Tensor) -> None:
+    """Says of a piece that it is one, which the tensor itself does not tell."""
+    if observation.scope is Scope.LOCAL and _is_flattened(parameter):
+        observation.scope = Scope.LOCAL_SHARD
