@@ -5,6 +5,7 @@ What is here checks arguments and puts the rooms together; nothing is measured, 
 
 import itertools
 import os
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -30,9 +31,10 @@ from torchinstruments.observe.sampling import (
 )
 from torchinstruments.observe.selection import Layer, Selector, leaf_modules, select_layers
 from torchinstruments.ranks.clock import StepClock
+from torchinstruments.ranks.device_times import device_times
 from torchinstruments.ranks.identity import new_process_id
 from torchinstruments.ranks.loss_scale import ScalerWatch
-from torchinstruments.ranks.optimizers import OptimizerWatch
+from torchinstruments.ranks.optimizers import OptimizerWatch, unwrapped
 from torchinstruments.ranks.policy import parse_policy
 from torchinstruments.records import Identity, Signal
 from torchinstruments.session import RunSession
@@ -68,7 +70,7 @@ def inject_observer(
     rank_policy: RankPolicy | str | Collection[int] | Callable[[Identity], bool] = RankPolicy.ALL,
     error_policy: ErrorPolicy | str = ErrorPolicy.WARN,
     capture_direct_forwards: bool = False,
-    optimizer: Optimizer | Unset = UNSET,
+    optimizer: Optimizer | Sequence[Optimizer] | Unset = UNSET,
 ) -> Observer:
     """Attaches an observer to a model; call it on every rank, after the model was wrapped.
 
@@ -102,7 +104,8 @@ def inject_observer(
             ``raise``, at the next root forward. They are counted and kept in every case.
         capture_direct_forwards: Whether calls of ``module.forward(...)`` that bypass ``module(...)`` are
             measured too.
-        optimizer: The one whose steps count, where not every optimizer of the model's parameters should.
+        optimizer: The one, or those, whose steps count, where not every optimizer of the model's parameters
+            should. A wrapper of an optimizer stands for the one inside.
 
     Returns:
         The observer; an inert one on a rank that does not observe, and where ``TORCHINSTRUMENTS_DISABLED`` is
@@ -141,11 +144,7 @@ def inject_observer(
         )
     policy = parse_policy(rank_policy)
     errors = _error_policy(error_policy)
-    if not isinstance(optimizer, (Unset, Optimizer)):
-        raise ConfigurationError(
-            f"optimizer={optimizer!r} is no torch.optim.Optimizer; give one, or leave it out to count the "
-            f"steps of every optimizer of the model"
-        )
+    chosen_optimizers = _optimizers(optimizer)
     if not isinstance(capture_direct_forwards, bool):
         raise ConfigurationError(
             f"capture_direct_forwards={capture_direct_forwards!r} is not possible; give True or False"
@@ -189,7 +188,7 @@ def inject_observer(
         sampler=chosen_sampler,
         reducers=chosen_reducers,
         error_policy=errors,
-        optimizer=None if isinstance(optimizer, Unset) else optimizer,
+        optimizers=chosen_optimizers,
         selector_errors=selector_errors,
         histograms=chosen_histograms,
         focus=focus if chosen_histograms else frozenset(),
@@ -232,7 +231,7 @@ def _attach(
     sampler: SamplingPolicy,
     reducers: Sequence[Reducer],
     error_policy: ErrorPolicy,
-    optimizer: Optimizer | None,
+    optimizers: Sequence[Optimizer] | None,
     selector_errors: Sequence[tuple[str, BaseException]],
     histograms: Sequence[HistogramReducer],
     focus: frozenset[int],
@@ -246,9 +245,11 @@ def _attach(
         return () if present is None else present.parameters()
 
     faults = Faults(error_policy, session.put_error)
-    clock = StepClock(declared_optimizer=optimizer is not None)
-    optimizers = OptimizerWatch(clock, parameters, optimizer, on_error=faults.report_companion)
-    scale = ScalerWatch(clock, optimizers, on_error=faults.report_companion)
+    device = device_times(_first_device(model), faults.report_companion)
+    now = time.perf_counter if device is None else device.now
+    clock = StepClock(declared_optimizer=optimizers is not None, device=device)
+    watch = OptimizerWatch(clock, parameters, optimizers, on_error=faults.report_companion, now=now)
+    scale = ScalerWatch(clock, watch, on_error=faults.report_companion, now=now)
     probe = RootProbe(
         model,
         layers=layers,
@@ -258,13 +259,15 @@ def _attach(
         clock=clock,
         faults=faults,
         scale=scale,
-        companions=(optimizers, scale),
+        companions=(watch, scale),
         selector_errors=selector_errors,
         histograms=histograms,
         focus=focus,
         selector=selector,
         capture_direct_forwards=capture_direct_forwards,
+        now=now,
     )
+    session.finish_with(weakref.WeakMethod(probe.tell_open_attempt))
     session.count_with(probe.counters)
     observer = Observer(probe)
     try:
@@ -273,8 +276,14 @@ def _attach(
         session.close()
         raise
     # A model that is dropped without remove_observer must not leave its writer thread behind.
-    weakref.finalize(model, session.abandon).atexit = False
+    weakref.finalize(model, _abandon, session, clock, now).atexit = False
     return observer
+
+
+def _abandon(session: RunSession, clock: StepClock, now: Callable[[], float]) -> None:
+    """Ends the run of a model that is gone, with the attempt that was open."""
+    session.put_attempts(clock.close(now()))
+    session.abandon()
 
 
 def _destination(
@@ -352,6 +361,20 @@ def _sampler(interval: timedelta | Unset, sampler: SamplingPolicy | None) -> Sam
     return validate_sampler(sampler)
 
 
+def _optimizers(optimizer: object) -> tuple[Optimizer, ...] | None:
+    if isinstance(optimizer, Unset):
+        return None
+    # A wrapper may be a sequence too, but a sequence of optimizers holds none by a name.
+    given = optimizer if isinstance(optimizer, Sequence) else (optimizer,)
+    found = [unwrapped(one) for one in given]
+    if not found or None in found:
+        raise ConfigurationError(
+            f"optimizer={optimizer!r} is no torch.optim.Optimizer; give one, or a sequence of them, or leave "
+            f"it out to count the steps of every optimizer of the model"
+        )
+    return tuple(one for one in found if one is not None)
+
+
 def _error_policy(value: object) -> ErrorPolicy:
     try:
         return ErrorPolicy(str(value))
@@ -362,6 +385,11 @@ def _error_policy(value: object) -> ErrorPolicy:
 
 def _device_of(model: nn.Module) -> str:
     """Returns where the model's first parameter or buffer lies, ``""`` where it has none."""
+    device = _first_device(model)
+    return "" if device is None else str(device)
+
+
+def _first_device(model: nn.Module) -> torch.device | None:
     for tensor in itertools.chain(model.parameters(), model.buffers()):
-        return str(tensor.device)
-    return ""
+        return tensor.device
+    return None

@@ -81,19 +81,28 @@ class Faults:
                 f"training goes on, and further errors of this kind are only counted"
             )
 
-    def notice(self, probe: str, layer: str, sentence: str, *, is_worth_a_warning: bool = True) -> None:
+    def notice(
+        self,
+        probe: str,
+        layer: str,
+        sentence: str,
+        *,
+        is_worth_a_warning: bool = True,
+        kind: str = "notice",
+    ) -> None:
         """Takes what is no error but has to be known: kept and counted, never raised (any thread).
 
         Args:
             probe: What it concerns, as in `ErrorRecord`.
             layer: Name of the layer; ``""`` is the model itself.
             sentence: A whole sentence for the user.
-            is_worth_a_warning: Whether the user is warned with it; once for each probe.
+            is_worth_a_warning: Whether the user is warned with it; once for each probe and kind.
+            kind: What it is about, where there is more than one thing to say of the probe.
         """
         with self._lock:
             self._counts[probe] += 1
-            is_new = (probe, "notice") not in self._warned
-            self._warned.add((probe, "notice"))
+            is_new = (probe, kind) not in self._warned
+            self._warned.add((probe, kind))
         self._hold(probe, layer, RuntimeWarning.__name__, storable(sentence[:_MAX_MESSAGE_CHARACTERS]))
         if is_new and is_worth_a_warning:
             self.warn(sentence)

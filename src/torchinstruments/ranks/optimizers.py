@@ -5,6 +5,9 @@ and the like replace parameters, and optimizers come and go. The full comparison
 later steps compare a handful of witnesses (first parameters, number of groups), so that they cost
 microseconds.
 
+What wraps an optimizer and is none to torch (Accelerate's, DeepSpeed's, Lightning's) is seen through to the
+one whose steps torch announces.
+
 A fused optimizer is called by a `GradScaler` on a skipped step too and decides on the device. Its hooks prove
 nothing there, so its outcome stays unknown until better evidence comes.
 """
@@ -13,7 +16,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -25,7 +28,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.records import Evidence, Outcome
 
-__all__ = ["KnownOptimizer", "OptimizerWatch", "first_lr"]
+__all__ = ["KnownOptimizer", "OptimizerWatch", "first_lr", "unwrapped"]
+
+_INNER_NAMES = ("optimizer", "_optimizer", "optim")
+_MAX_WRAPPERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,7 @@ class OptimizerWatch:
         self,
         clock: StepClock,
         parameters: Callable[[], Iterable[torch.Tensor]],
-        only: Optimizer | None = None,
+        only: Optimizer | Sequence[Optimizer] | None = None,
         *,
         on_error: Callable[[str, BaseException], None] | None = None,
         now: Callable[[], float] = time.perf_counter,
@@ -97,13 +103,13 @@ class OptimizerWatch:
             clock: Receives the events.
             parameters: Returns the model's parameters of the moment. It should not keep the model alive: the
                 hooks are global and live until `detach`.
-            only: The one optimizer that counts, whatever its parameters; None counts those of the model.
+            only: The optimizers that count, whatever their parameters; None counts those of the model.
             on_error: Called with probe and exception for everything that fails inside a hook.
             now: Monotonic seconds, the same clock that the `StepClock` is fed with.
         """
         self._clock = clock
         self._parameters = parameters
-        self._only = weakref.ref(only) if only is not None else None
+        self._only = None if only is None else _references(only)
         self._on_error = on_error
         self._now = now
         self._pid = os.getpid()
@@ -137,11 +143,17 @@ class OptimizerWatch:
         Costs microseconds for one that was seen before (training thread, hot path).
 
         Args:
-            optimizer: Any object; what cannot step a model's parameters is none of its optimizers.
+            optimizer: Any object, a wrapper of an optimizer too; what cannot step a model's parameters is
+                none of its optimizers.
         """
+        entry = self._known.get(id(optimizer))
+        if entry is None or entry.reference() is not optimizer:
+            optimizer = unwrapped(optimizer)
+            if optimizer is None:
+                return None
+            entry = self._known.get(id(optimizer))
         if not isinstance(optimizer, Optimizer):
             return None
-        entry = self._known.get(id(optimizer))
         if entry is None or entry.reference() is not optimizer:
             entry = self._get_to_know(optimizer)
         elif self._only is None:
@@ -164,7 +176,7 @@ class OptimizerWatch:
                 self._clock.step_aborted(self._now())
             if self._outermost is None:
                 self._outermost = _Call(id(caller), caller.f_code, entry.reference)
-            self._clock.step_started(entry.key, self._now())
+            self._clock.step_started(entry.key, self._now(), in_backward=_is_in_backward())
         except Exception as error:  # noqa: BLE001
             self._report(error)
 
@@ -211,7 +223,7 @@ class OptimizerWatch:
 
     def _belongs(self, optimizer: Optimizer) -> bool:
         if self._only is not None:
-            return self._only() is optimizer
+            return any(reference() is optimizer for reference in self._only)
         # Tensors compare by value, so membership goes by address; both sides live while it is asked.
         addresses = {id(parameter) for parameter in self._parameters()}
         return any(
@@ -236,6 +248,26 @@ class OptimizerWatch:
             self._on_error("optimizer", error)
 
 
+def unwrapped(optimizer: object) -> Optimizer | None:
+    """Returns the optimizer whose steps torch announces, in whatever wrappers, or None (any thread).
+
+    That is the outermost one: a wrapper that torch knows is one, and what it steps belongs to its own step.
+
+    Args:
+        optimizer: Any object. A wrapper holds what it wraps as ``optimizer``, ``_optimizer`` or ``optim``.
+    """
+    inner: object = optimizer
+    for _ in range(_MAX_WRAPPERS):
+        if isinstance(inner, Optimizer) and getattr(type(inner).step, "hooked", False):
+            return inner
+        found = (getattr(inner, name, None) for name in _INNER_NAMES)
+        inner = next((one for one in found if one is not None), None)
+        if inner is None:
+            break
+    # An optimizer that is its own, with a step that torch never wrapped: nobody sees it step.
+    return optimizer if isinstance(optimizer, Optimizer) else None
+
+
 def first_lr(optimizer: object) -> float | None:
     """Returns the learning rate of an optimizer's first group, or None.
 
@@ -247,6 +279,15 @@ def first_lr(optimizer: object) -> float | None:
     groups = getattr(optimizer, "param_groups", None)
     lr = groups[0].get("lr") if groups else None
     return float(lr) if isinstance(lr, (int, float)) and not isinstance(lr, bool) else None
+
+
+def _references(only: Optimizer | Sequence[Optimizer]) -> tuple[weakref.ref[Optimizer], ...]:
+    named = (only,) if isinstance(only, Optimizer) else only
+    return tuple(weakref.ref(optimizer) for optimizer in named)
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - has no public name
 
 
 def _decides_on_device(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
