@@ -104,10 +104,10 @@ class AttemptFeed:
         with self._lock:
             in_boundary = self._clock.in_boundary
             closed = self._clock.close(self._now())
-        if in_boundary:
-            self._session.put_attempts(closed)
-        else:
+        if not in_boundary:
             self._leave(closed)
+        elif closed:
+            self._session.put_attempts(closed)
 
     def tell_what_was_lost(self) -> None:
         """Tells of steps that have no row (training thread, at the end)."""
@@ -133,5 +133,6 @@ class AttemptFeed:
 
     def _leave(self, closed: Sequence[ClosedAttempt]) -> None:
         """Leaves attempts that no block ended; in one, a model may be called between two steps."""
-        self._bypass.attempts_closed(closed)
-        self._session.put_attempts(closed)
+        if closed:
+            self._bypass.attempts_closed(closed)
+            self._session.put_attempts(closed)

@@ -142,8 +142,9 @@ class StepClock:
         self._timer.settle_backward(now_s, self._window, self._inner)
         closed = self._close_window()
         window = self._open_window(now_s, now_us)
-        window.explicit, window.global_step = True, global_step
-        window.micro_batches_declared = micro_batches_declared
+        window.explicit, window.has_begun = True, False
+        window.global_step, window.micro_batches_declared = global_step, micro_batches_declared
+        self._timer.passed(now_s)
         self._in_boundary = True
         return closed
 
@@ -185,7 +186,8 @@ class StepClock:
             closed = self._close_window()
             window = self._open_window(now_s, now_us)
         elif window is not None and window.explicit and window.forwards == 0:
-            window.gap, window.started_at_us = self._gap(now_s), now_us
+            window.started_at_us = now_us
+            self._begin_boundary(window, now_s)
         index = self._num_forwards
         self._num_forwards += 1
         self._timer.forward_began(now_s)
@@ -225,6 +227,8 @@ class StepClock:
         """
         window = self._window
         if window is not None:
+            # In a boundary without a forward it may have begun at once: the gap is over where it was entered.
+            window.has_begun = True
             self._timer.backward_ended(now_s, window, self._inner)
 
     def step_started(self, optimizer_key: int, now_s: float, *, in_backward: bool = False) -> None:
@@ -239,7 +243,10 @@ class StepClock:
         if self._running is not None:
             self._running.nested.append(optimizer_key)
             return
-        self._timer.step_began(now_s, self._window, in_backward=in_backward)
+        window = self._window
+        if window is not None:
+            self._begin_boundary(window, now_s)
+        self._timer.step_began(now_s, window, in_backward=in_backward)
         self._running = RunningStep(optimizer_key, now_s, in_backward, self._timer.phase())
 
     def step_aborted(self, now_s: float) -> None:
@@ -278,6 +285,7 @@ class StepClock:
             self._take_back_abort(optimizer_key, lr, outcome, evidence)
             return
         if running.ends_nested(optimizer_key):
+            self._timer.passed(now_s)
             return
         self._running = None
         self._timer.step_ended(in_backward=running.in_backward)
@@ -384,6 +392,12 @@ class StepClock:
         self._next_attempt += 1
         self._window = window
         return window
+
+    def _begin_boundary(self, window: Window, now_s: float) -> None:
+        """Lets the gap before a boundary's window reach to the first thing that is known to run in it."""
+        if not window.has_begun:
+            window.has_begun = True
+            window.gap = self._gap(now_s)
 
     def _gap(self, now_s: float) -> Span | None:
         # Inside a closure the time since the step's start is the step's.

@@ -39,6 +39,11 @@ class PhaseTimer:
         """Returns the gap before a window; None before the first one (training thread, hot path)."""
         return None if self._last_end_s is None else (self._last_end_s, begin_s)
 
+    def passed(self, now_s: float) -> None:
+        """Takes a moment before which the next backward cannot have begun (training thread, hot path)."""
+        self._last_event_s = now_s
+        self._stepped_in_backward = False
+
     def forward_began(self, now_s: float) -> None:
         """Takes the begin of a root forward (training thread, hot path)."""
         self._last_event_s = now_s

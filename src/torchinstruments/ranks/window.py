@@ -117,8 +117,9 @@ class Window:
         attempt: Its number.
         first_forward_index: Of its first root forward, or of the next one while it has none.
         started_at_us: When its first forward began, or the window itself where it has none.
-        gap: From the end of the attempt before to its first forward; None for the first attempt.
+        gap: From the end of the attempt before to its begin; None for the first attempt.
         explicit: Whether the program says where it begins and ends.
+        has_begun: Whether a forward, backward or step was seen in it; inferred ones begin with a forward.
         global_step: The caller's number.
         micro_batches_declared: The caller's number.
         forwards: Root forwards so far.
@@ -136,6 +137,7 @@ class Window:
     started_at_us: int
     gap: Span | None
     explicit: bool = False
+    has_begun: bool = True
     global_step: int | None = None
     micro_batches_declared: int | None = None
     forwards: int = 0
