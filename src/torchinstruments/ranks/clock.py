@@ -90,6 +90,11 @@ class StepClock:
         return self._num_forwards
 
     @property
+    def is_stepping(self) -> bool:
+        """Whether a step seems to run."""
+        return self._running is not None
+
+    @property
     def in_boundary(self) -> bool:
         """Whether the program has said where the open attempt began."""
         return self._in_boundary

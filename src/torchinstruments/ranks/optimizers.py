@@ -176,6 +176,9 @@ class OptimizerWatch:
                 self._clock.step_aborted(self._now())
             if self._outermost is None:
                 self._outermost = _Call(id(caller), caller.f_code, entry.reference)
+            elif not self._clock.is_stepping:
+                # A forward of another thread took the outer step for one that raised: its end tells better.
+                return
             self._clock.step_started(entry.key, self._now(), in_backward=_is_in_backward())
         except Exception as error:  # noqa: BLE001
             self._report(error)
