@@ -393,20 +393,31 @@ def _finish_after_main() -> None:
 
     The open attempt is left to `_finish_at_exit` where a thread may still train.
     """
-    end_s = time.monotonic() + EXIT_TIMEOUT_S
     if not others_may_train():
-        _finish_at_exit()
-    for session in list(_WAITING):
-        session.finish_enrolment(max(end_s - time.monotonic(), 0.0))
+        _tell_open_attempts()
+    _finish_enrolments()
 
 
 def _finish_at_exit() -> None:
-    """Leaves the attempts that are open with the writer threads."""
+    """Does the same for what threads did that outlived the main one."""
+    _tell_open_attempts()
+    _finish_enrolments()
+
+
+def _tell_open_attempts() -> None:
+    """Has the attempts that are open left with the writer threads."""
     for session in list(_ALIVE):
         try:
             session.tell_open_attempt()
-        except Exception:
-            _LOGGER.debug("the open attempt of %s could not be told", session.url, exc_info=True)
+        except Exception as error:  # noqa: BLE001 - the other sessions have theirs to tell
+            _LOGGER.warning("torchinstruments: the last attempt of %s is lost: %s", session.url, error)
+
+
+def _finish_enrolments() -> None:
+    """Waits for enrolments that are still going on."""
+    end_s = time.monotonic() + EXIT_TIMEOUT_S
+    for session in list(_WAITING):
+        session.finish_enrolment(max(end_s - time.monotonic(), 0.0))
 
 
 # Hooks run in the reverse order of their registration: these before those of the delivery threads.
