@@ -96,6 +96,47 @@ def test_an_interval_and_a_sampler_conflict_even_where_the_interval_is_the_defau
         )
 
 
+class Wrapper:
+    """Holds an optimizer, as those of training frameworks do."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def test_several_optimizers_may_be_named_in_wrappers_too(tmp_path: Path) -> None:
+    """Their steps alone count, and in the order of first sight."""
+    model = make_model()
+    named = [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.25, 0.5)]
+    other = torch.optim.SGD(model.parameters(), lr=1.0)
+    given: Any = (Wrapper(named[0]), named[1])
+    inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler(), optimizer=given)
+    train(model, 1)
+    for optimizer in (other, *named):
+        optimizer.step()
+    remove_observer(model)
+    steps = open_run(str(tmp_path / "run")).steps().collect()
+    assert steps.select("optimizer", "lr", "clock").rows() == [(0, 0.25, "host"), (1, 0.5, "host")]
+
+
+def test_a_step_marked_by_the_program_is_in_the_tables(tmp_path: Path) -> None:
+    """Its number and its declaration in `steps`, its provenance beside every value."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    observer = inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler())
+    for number in (1000, 1001):
+        with observer.step(global_step=number, micro_batches=2):
+            train(model, 2)
+            optimizer.step()
+    remove_observer(model)
+    run = open_run(str(tmp_path / "run"))
+    columns = ("attempt", "global_step", "micro_batches", "micro_batches_declared", "outcome")
+    assert run.steps().collect().select(columns).rows() == [
+        (0, 1000, 2, 2, "applied"),
+        (1, 1001, 2, 2, "applied"),
+    ]
+    assert set(run.history().collect()["step_provenance"]) == {"explicit"}
+
+
 def test_disabled_by_the_environment_nothing_happens_but_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

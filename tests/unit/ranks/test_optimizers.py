@@ -5,9 +5,11 @@ import gc
 import os
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, Muon, Optimizer
 from torch.optim import optimizer as torch_optimizer
@@ -478,10 +480,10 @@ def test_wrappers_are_seen_through_to_the_optimizer_that_torch_knows():
 
 def test_lightnings_optimizer_is_seen_through():
     """It has the class of what it wraps, and a step of its own."""
-    wrapper = pytest.importorskip("lightning.pytorch.core.optimizer").LightningOptimizer
     inner = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    assert isinstance(wrapper(inner), SGD)
-    assert unwrapped(wrapper(inner)) is inner
+    wrapper: Any = LightningOptimizer(inner)
+    assert isinstance(wrapper, SGD)
+    assert unwrapped(wrapper) is inner
 
 
 def test_a_wrapper_that_steps_counts_as_the_optimizer_inside(training):
