@@ -1,6 +1,7 @@
 """What DDP decides, read in the root forward's pre-hook and compared with what became of the gradients."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ PLACEMENTS = [(forward, backward) for forward in (False, True) for backward in (
 """Whether ``no_sync`` is around the forward, and around the backward."""
 
 
-def _run_modes(options: dict[str, bool]) -> list[tuple[GradSync, bool]]:
+def _run_modes(options: dict[str, Any]) -> list[tuple[GradSync, bool]]:
     """Three steps of each placement of no_sync under one wrapper: what was read, and whether ranks are equal.
 
     The wrapper is the same throughout, as in training, since a static graph is learnt in its first step.

@@ -27,12 +27,14 @@ from torchinstruments import (
     ObserverAlreadyAttachedError,
     SnapshotSink,
     TimedSampler,
+    api,
     has_observer,
     histogram,
     inject_observer,
     open_run,
     remove_observer,
 )
+from torchinstruments.ranks.device_times import DeviceTimes
 from torchinstruments.records import Sample
 
 
@@ -116,6 +118,50 @@ def test_several_optimizers_may_be_named_in_wrappers_too(tmp_path: Path) -> None
     remove_observer(model)
     steps = open_run(str(tmp_path / "run")).steps().collect()
     assert steps.select("optimizer", "lr", "clock").rows() == [(0, 0.25, "host"), (1, 0.5, "host")]
+
+
+class HostEvent:
+    """Stands for a timing event of an accelerator, with the host's clock behind it; nothing runs on one."""
+
+    def __init__(self) -> None:
+        self.at_s = 0.0
+
+    def query(self) -> bool:
+        """Returns that the device has come to it."""
+        return True
+
+    def elapsed_time(self, end_event: "HostEvent", /) -> float:
+        """Returns milliseconds, a thousand times too many, so that they are known again."""
+        return 1000.0 * 1000.0 * (end_event.at_s - self.at_s)
+
+
+def test_a_model_on_an_accelerator_has_the_times_of_its_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the hooks of model, backward and optimizer to the table, with events that are stand-ins."""
+
+    def record(event: HostEvent) -> None:
+        event.at_s = time.perf_counter()
+
+    def pretended(device: torch.device | None, on_error: Any) -> DeviceTimes:
+        assert device == torch.device("cpu")
+        return DeviceTimes(HostEvent, record, is_capturing=bool, on_error=on_error)
+
+    monkeypatch.setattr(api, "device_times", pretended)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    began_s = time.perf_counter()
+    inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler())
+    for _ in range(3):
+        train(model, 2)
+        optimizer.step()
+    remove_observer(model)
+    passed_s = time.perf_counter() - began_s
+    steps = open_run(str(tmp_path / "run")).steps().collect()
+    assert steps["clock"].to_list() == ["device"] * 3
+    phases = steps.select("gap_s", "forward_s", "backward_s", "optimizer_s").rows()
+    assert 0.0 < sum(map(sum, phases)) <= 1000.0 * passed_s
+    assert all(forward_s > 0.0 and optimizer_s > 0.0 for _, forward_s, _, optimizer_s in phases)
 
 
 def test_a_step_marked_by_the_program_is_in_the_tables(tmp_path: Path) -> None:
@@ -408,6 +454,10 @@ def test_histograms_cover_the_layers_in_focus_alone(tmp_path: Path) -> None:
             "history_config and a DirectorySink",
         ),
         ({"capture_direct_forwards": 1}, "capture_direct_forwards=1"),
+        ({"optimizer": 3}, "optimizer=3"),
+        ({"optimizer": None}, "optimizer=None"),
+        ({"optimizer": ()}, "optimizer=()"),
+        ({"optimizer": (nn.Identity(),)}, "optimizer=(Identity(),)"),
     ],
 )
 def test_arguments_that_cannot_work_name_what_is_wrong(arguments: dict[str, Any], words: str) -> None:

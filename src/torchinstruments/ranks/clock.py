@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from torchinstruments.ranks.phases import PhaseTimer
 from torchinstruments.ranks.stepping import OptimizerOrdinals, RunningStep
-from torchinstruments.ranks.window import DeviceClock, Phase, Span, Step, Window
+from torchinstruments.ranks.window import DeviceClock, Span, Step, Window
 from torchinstruments.records import (
     Amendment,
     ClosedAttempt,
@@ -100,11 +100,6 @@ class StepClock:
         return self._in_boundary
 
     @property
-    def _inner(self) -> Phase | None:
-        running = self._running
-        return None if running is None else running.inner
-
-    @property
     def step_provenance(self) -> StepProvenance:
         """How an attempt is known at this moment."""
         window = self._window
@@ -144,7 +139,7 @@ class StepClock:
         if self._in_boundary:
             return None
         self._drop_aborted_step(now_s)
-        self._timer.settle_backward(now_s, self._window, self._inner)
+        self._timer.settle_backward(now_s, self._window, self._running)
         closed = self._close_window()
         window = self._open_window(now_s, now_us)
         window.explicit, window.has_begun = True, False
@@ -169,7 +164,7 @@ class StepClock:
         if window is None or not window.explicit:
             return ()
         self._drop_aborted_step(now_s)
-        self._timer.settle_backward(now_s, self._window, self._inner)
+        self._timer.settle_backward(now_s, self._window, self._running)
         return self._close_window(failed=failed)
 
     def forward_started(self, *, grad_enabled: bool, now_s: float, now_us: int) -> Started:
@@ -184,7 +179,7 @@ class StepClock:
             The forward's position, and the records of the window that it closed.
         """
         self._drop_aborted_step(now_s)
-        self._timer.settle_backward(now_s, self._window, self._inner)
+        self._timer.settle_backward(now_s, self._window, self._running)
         closed: tuple[ClosedAttempt, ...] = ()
         window = self._window
         if grad_enabled and self._opens_window(window):
@@ -219,7 +214,9 @@ class StepClock:
         micro_batch = None
         if window is not None and which is not None and which.attempt == window.attempt:
             micro_batch = which.micro_batch
-        began = self._timer.forward_ended(now_s, window, self._inner, awaits_backward=micro_batch is not None)
+        began = self._timer.forward_ended(
+            now_s, window, self._running, awaits_backward=micro_batch is not None
+        )
         self._last_position = None
         if window is not None and micro_batch is not None and (began or position is not None):
             window.synchronised(grad_sync, micro_batch)
@@ -234,7 +231,7 @@ class StepClock:
         if window is not None:
             # In a boundary without a forward it may have begun at once: the gap is over where it was entered.
             window.has_begun = True
-            self._timer.backward_ended(now_s, window, self._inner)
+            self._timer.backward_ended(now_s, window, self._running)
 
     def step_started(self, optimizer_key: int, now_s: float, *, in_backward: bool = False) -> None:
         """Takes the start of an optimizer's step (training or autograd thread, hot path).
@@ -327,7 +324,7 @@ class StepClock:
         self._drop_aborted_step(now_s)
         if self._running is not None:
             return
-        self._timer.settle_backward(now_s, self._window, self._inner)
+        self._timer.settle_backward(now_s, self._window, self._running)
         step = self._add_step(optimizer_key, now_s, outcome, evidence)
         if step is not None:
             step.lr, step.found_inf, step.amendment = lr, found_inf, amendment

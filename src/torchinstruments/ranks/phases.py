@@ -9,6 +9,7 @@ Moments are seconds of one monotonic clock. What runs in another thread at the s
 counts once, and some of it not at all.
 """
 
+from torchinstruments.ranks.stepping import RunningStep
 from torchinstruments.ranks.window import Phase, Span, Window
 
 __all__ = ["PhaseTimer"]
@@ -17,7 +18,7 @@ __all__ = ["PhaseTimer"]
 class PhaseTimer:
     """Turns the moments of events into a window's phases. Pure, and part of a `ranks.clock.StepClock`.
 
-    ``inner`` is everywhere what runs inside the running step and is none of its time; None while none runs.
+    ``running`` is everywhere the outermost step that runs, whose time no forward or backward inside it is.
 
     Args:
         keeps_spans: Whether phases keep their moments, for a device that measures them again.
@@ -51,7 +52,7 @@ class PhaseTimer:
         self._stepped_in_backward = False
 
     def forward_ended(
-        self, now_s: float, window: Window | None, inner: Phase | None, *, awaits_backward: bool
+        self, now_s: float, window: Window | None, running: RunningStep | None, *, awaits_backward: bool
     ) -> bool:
         """Takes the end of a root forward; returns whether one had begun (training thread, hot path)."""
         began_s, self._forward_began_s = self._forward_began_s, None
@@ -59,8 +60,8 @@ class PhaseTimer:
         if window is not None:
             if began_s is not None:
                 window.forward.add(began_s, now_s)
-                if inner is not None:
-                    inner.add(began_s, now_s)
+                if running is not None:
+                    running.inner.add(began_s, now_s)
             if awaits_backward:
                 self._waits_for_backward_since_s = now_s
             if window.end_s is not None:
@@ -68,7 +69,7 @@ class PhaseTimer:
                 window.end_s = now_s
         return began_s is not None
 
-    def backward_ended(self, now_s: float, window: Window, inner: Phase | None) -> None:
+    def backward_ended(self, now_s: float, window: Window, running: RunningStep | None) -> None:
         """Takes the end of a backward (training or autograd thread, hot path)."""
         if self._forward_began_s is not None:
             # One inside a forward is that forward's time.
@@ -76,20 +77,20 @@ class PhaseTimer:
         if self._waits_for_backward_since_s is None:
             # A further backward, of another outstanding forward or of a kept graph.
             self._waits_for_backward_since_s = self._last_event_s
-        self.settle_backward(now_s, window, inner)
+        self.settle_backward(now_s, window, running)
         self._last_event_s = now_s
         self._stepped_in_backward = False
         if window.end_s is not None:
             # An optimizer that steps inside the backward ends before it.
             window.end_s = now_s
 
-    def settle_backward(self, now_s: float, window: Window | None, inner: Phase | None) -> None:
+    def settle_backward(self, now_s: float, window: Window | None, running: RunningStep | None) -> None:
         """Ends a backward whose own end nobody saw (training thread, hot path)."""
         since_s, self._waits_for_backward_since_s = self._waits_for_backward_since_s, None
         if since_s is not None and window is not None:
             window.backward.add(since_s, now_s)
-            if inner is not None:
-                inner.add(since_s, now_s)
+            if running is not None:
+                running.inner.add(since_s, now_s)
 
     def step_began(self, now_s: float, window: Window | None, *, in_backward: bool) -> None:
         """Takes the begin of an outermost step (training or autograd thread, hot path)."""

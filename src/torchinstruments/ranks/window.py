@@ -183,12 +183,12 @@ class Window:
             device: Measures its times again.
         """
         steps = self.steps or [stepless]
-        if device is None:
-            return tuple(ClosedAttempt(self._record(step), _only(step.amendment)) for step in steps)
-        times = device.amendments([self._spans(step) for step in steps])
+        amendments = [() if step.amendment is None else (step.amendment,) for step in steps]
+        if device is not None:
+            times = device.amendments([self._spans(step) for step in steps])
+            amendments = [(time, *more) for time, more in zip(times, amendments, strict=True)]
         return tuple(
-            ClosedAttempt(self._record(step), (time, *_only(step.amendment)))
-            for step, time in zip(steps, times, strict=True)
+            [ClosedAttempt(self._record(step), more) for step, more in zip(steps, amendments, strict=True)]
         )
 
     def _record(self, step: Step) -> AttemptRecord:
@@ -217,7 +217,3 @@ class Window:
 
     def _spans(self, step: Step) -> Spans:
         return Spans(self.gap, self.forward.spans or (), self.backward.spans or (), step.span, step.inside)
-
-
-def _only(amendment: Amendment | None) -> tuple[Amendment, ...]:
-    return () if amendment is None else (amendment,)

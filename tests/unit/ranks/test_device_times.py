@@ -21,7 +21,7 @@ class _PretendedEvent:
 
     def __init__(self, device):
         self.device = device
-        self.at_ms = None
+        self.at_ms: float | None = None
         self.ordinal = -1
 
     def query(self):
@@ -48,7 +48,7 @@ class _PretendedDevice:
         self.fails = False
         self.capturing = False
         self.broken = False
-        self.reader = None
+        self.reader: threading.Thread | None = None
         self.errors = []
         self.times = DeviceTimes(
             lambda: _PretendedEvent(self),

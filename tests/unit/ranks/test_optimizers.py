@@ -448,7 +448,7 @@ class _Accelerated(Optimizer):
 
     @property
     @override
-    def param_groups(self):
+    def param_groups(self):  # pyrefly: ignore
         return self.optimizer.param_groups
 
     @override
