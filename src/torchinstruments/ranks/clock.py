@@ -144,7 +144,7 @@ class StepClock:
         window = self._open_window(now_s, now_us)
         window.explicit, window.has_begun = True, False
         window.global_step, window.micro_batches_declared = global_step, micro_batches_declared
-        self._timer.passed(now_s)
+        self._timer.boundary_entered(now_s)
         self._in_boundary = True
         return closed
 

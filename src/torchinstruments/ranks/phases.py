@@ -45,6 +45,12 @@ class PhaseTimer:
         self._last_event_s = now_s
         self._stepped_in_backward = False
 
+    def boundary_entered(self, now_s: float) -> None:
+        """Takes that the program opens a window, in which nothing runs yet (training thread, hot path)."""
+        self.passed(now_s)
+        # A forward that runs outside any window, in another thread, is in the gap before this one.
+        self._forward_began_s = None
+
     def forward_began(self, now_s: float) -> None:
         """Takes the begin of a root forward (training thread, hot path)."""
         self._last_event_s = now_s

@@ -510,6 +510,18 @@ def test_a_block_inside_another_one_is_refused_and_the_outer_one_goes_on():
     assert _leave(loop) == []
 
 
+def test_a_forward_that_runs_while_a_block_is_entered_is_in_the_gap_before_it():
+    """In another thread, outside any window; the time is not counted twice."""
+    loop = _Loop()
+    _enter(loop)
+    _leave(loop)
+    loop.clock.forward_started(grad_enabled=False, now_s=loop.tick(), now_us=0)
+    _enter(loop)
+    loop.clock.forward_ended(loop.tick(), GradSync.LOCAL)
+    (record,) = _leave(loop)
+    assert (record.gap_s, record.forward_s) == (3.0, 0.0)
+
+
 def test_a_step_that_raised_ends_its_block_unknown():
     """How far it came before it raised is not known."""
     loop = _Loop()
