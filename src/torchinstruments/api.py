@@ -6,6 +6,7 @@ What is here checks arguments and puts the rooms together; nothing is measured, 
 import itertools
 import math
 import os
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -34,9 +35,10 @@ from torchinstruments.observe.sampling import (
 )
 from torchinstruments.observe.selection import Layer, Selector, leaf_modules, select_layers
 from torchinstruments.ranks.clock import StepClock
+from torchinstruments.ranks.device_times import device_times
 from torchinstruments.ranks.identity import new_process_id
 from torchinstruments.ranks.loss_scale import DeclaredScale, ScalerWatch
-from torchinstruments.ranks.optimizers import OptimizerWatch
+from torchinstruments.ranks.optimizers import OptimizerWatch, unwrapped
 from torchinstruments.ranks.policy import parse_policy
 from torchinstruments.records import Identity, Signal
 from torchinstruments.session import RunSession
@@ -73,7 +75,7 @@ def inject_observer(
     error_policy: ErrorPolicy | str = ErrorPolicy.WARN,
     capture_direct_forwards: bool = False,
     signals: Collection[Signal | str] | Unset = UNSET,
-    optimizer: Optimizer | Unset = UNSET,
+    optimizer: Optimizer | Sequence[Optimizer] | Unset = UNSET,
     scaler: GradScaler | float | Unset | None = UNSET,
     fingerprints: bool = False,
 ) -> Observer:
@@ -111,7 +113,8 @@ def inject_observer(
             measured too.
         signals: What is measured of the selected layers, ``("output", "output_gradient")`` where it is not
             given: any of ``input``, ``output``, ``output_gradient``, ``parameter``, ``parameter_gradient``.
-        optimizer: The one whose steps count, where not every optimizer of the model's parameters should.
+        optimizer: The one, or those, whose steps count, where not every optimizer of the model's parameters
+            should. A wrapper of an optimizer stands for the one inside.
         scaler: What scales the loss: a gradient scaler, a number that the loop multiplies the loss with, or
             None for nothing. Where it is not given, a gradient scaler is found by itself.
         fingerprints: Whether a digest of every parameter and buffer is kept once an attempt that is sampled,
@@ -154,11 +157,7 @@ def inject_observer(
         )
     policy = parse_policy(rank_policy)
     errors = _error_policy(error_policy)
-    if not isinstance(optimizer, (Unset, Optimizer)):
-        raise ConfigurationError(
-            f"optimizer={optimizer!r} is no torch.optim.Optimizer; give one, or leave it out to count the "
-            f"steps of every optimizer of the model"
-        )
+    chosen_optimizers = _optimizers(optimizer)
     if not isinstance(capture_direct_forwards, bool):
         raise ConfigurationError(
             f"capture_direct_forwards={capture_direct_forwards!r} is not possible; give True or False"
@@ -206,7 +205,7 @@ def inject_observer(
         sampler=chosen_sampler,
         reducers=chosen_reducers,
         error_policy=errors,
-        optimizer=None if isinstance(optimizer, Unset) else optimizer,
+        optimizers=chosen_optimizers,
         scaler=declared_scale,
         selector_errors=selector_errors,
         histograms=chosen_histograms,
@@ -252,7 +251,7 @@ def _attach(
     sampler: SamplingPolicy,
     reducers: Sequence[Reducer],
     error_policy: ErrorPolicy,
-    optimizer: Optimizer | None,
+    optimizers: Sequence[Optimizer] | None,
     scaler: DeclaredScale,
     selector_errors: Sequence[tuple[str, BaseException]],
     histograms: Sequence[HistogramReducer],
@@ -269,17 +268,20 @@ def _attach(
         return () if present is None else present.parameters()
 
     faults = Faults(error_policy, session.put_error)
-    clock = StepClock(declared_optimizer=optimizer is not None)
+    device = device_times(_first_device(model), faults.report_companion)
+    now = time.perf_counter if device is None else device.now
+    clock = StepClock(declared_optimizer=optimizers is not None, device=device)
     steps = StepRelay() if Signal.PARAMETER_GRADIENT in signals else None
-    optimizers = OptimizerWatch(
-        clock, parameters, optimizer, on_error=faults.report_companion, listener=steps
+    watch = OptimizerWatch(
+        clock, parameters, optimizers, on_error=faults.report_companion, now=now, listener=steps
     )
     scale = ScalerWatch(
         clock,
-        optimizers,
+        watch,
         declared=scaler,
         on_error=faults.report_companion,
         on_notice=faults.notice_companion,
+        now=now,
     )
     probe = RootProbe(
         model,
@@ -290,7 +292,7 @@ def _attach(
         clock=clock,
         faults=faults,
         scale=scale,
-        companions=(optimizers, scale),
+        companions=(watch, scale),
         selector_errors=selector_errors,
         histograms=histograms,
         focus=focus,
@@ -299,7 +301,9 @@ def _attach(
         signals=signals,
         steps=steps,
         fingerprints=fingerprints,
+        now=now,
     )
+    session.finish_with(weakref.WeakMethod(probe.tell_open_attempt))
     session.count_with(probe.counters)
     observer = Observer(probe)
     try:
@@ -308,8 +312,14 @@ def _attach(
         session.close()
         raise
     # A model that is dropped without remove_observer must not leave its writer thread behind.
-    weakref.finalize(model, session.abandon).atexit = False
+    weakref.finalize(model, _abandon, session, clock, now).atexit = False
     return observer
+
+
+def _abandon(session: RunSession, clock: StepClock, now: Callable[[], float]) -> None:
+    """Ends the run of a model that is gone, with the attempt that was open."""
+    session.put_attempts(clock.close(now()))
+    session.abandon()
 
 
 def _destination(
@@ -421,6 +431,20 @@ def _sampler(interval: timedelta | Unset, sampler: SamplingPolicy | None) -> Sam
     return validate_sampler(sampler)
 
 
+def _optimizers(optimizer: object) -> tuple[Optimizer, ...] | None:
+    if isinstance(optimizer, Unset):
+        return None
+    # A wrapper may be a sequence too, but a sequence of optimizers holds none by a name.
+    given = optimizer if isinstance(optimizer, Sequence) else (optimizer,)
+    found = [unwrapped(one) for one in given]
+    if not found or None in found:
+        raise ConfigurationError(
+            f"optimizer={optimizer!r} is no torch.optim.Optimizer; give one, or a sequence of them, or leave "
+            f"it out to count the steps of every optimizer of the model"
+        )
+    return tuple(one for one in found if one is not None)
+
+
 def _error_policy(value: object) -> ErrorPolicy:
     try:
         return ErrorPolicy(str(value))
@@ -431,6 +455,11 @@ def _error_policy(value: object) -> ErrorPolicy:
 
 def _device_of(model: nn.Module) -> str:
     """Returns where the model's first parameter or buffer lies, ``""`` where it has none."""
+    device = _first_device(model)
+    return "" if device is None else str(device)
+
+
+def _first_device(model: nn.Module) -> torch.device | None:
     for tensor in itertools.chain(model.parameters(), model.buffers()):
-        return str(tensor.device)
-    return ""
+        return tensor.device
+    return None

@@ -551,7 +551,7 @@ class AttemptRecord:
         outcome: What became of it.
         evidence: What that rests on.
         started_at_us: When its first forward began: microseconds since the epoch, UTC.
-        gap_s: From the last attempt's end to this one's first forward.
+        gap_s: From the last attempt's end, its evaluation included, to this one's first forward.
         forward_s: Sum over its root forwards.
         backward_s: Sum over what lies between the end of a forward and the end of its backward.
         optimizer_s: Sum over its optimizer's steps.
@@ -659,7 +659,7 @@ class ErrorRecord:
 
     Attributes:
         probe: ``sampler``, ``selector``, ``reducer``, ``forward``, ``gradient``, ``optimizer``,
-            ``loss_scale``, ``histogram``, ``fingerprint``, ``sink`` or ``storage``.
+            ``loss_scale``, ``step``, ``clock``, ``histogram``, ``fingerprint``, ``sink`` or ``storage``.
         module: Layer, where there is one.
         type: Class name of the exception.
         message: Its text, at most 500 characters.

@@ -37,7 +37,7 @@ from torchinstruments.records import (
     Identity,
     ModuleRecord,
 )
-from torchinstruments.sinks.delivery import EXIT_TIMEOUT_S, Delivery
+from torchinstruments.sinks.delivery import EXIT_TIMEOUT_S, Delivery, others_may_train
 from torchinstruments.sinks.directory import RankFolderSink
 from torchinstruments.sinks.event_files import HistogramFiles, open_histogram_files
 from torchinstruments.sinks.sink import Sink
@@ -94,6 +94,7 @@ class RunSession:
         self._warns = error_policy is not ErrorPolicy.IGNORE
         self._channel = channel
         self._source: Callable[[], Counters] = Counters
+        self._finish_counting: Callable[[], Callable[[], None] | None] = _nothing
         self._delivery = Delivery(self._storage_failed)
         self._writer: RankWriter | None = None
         self._identity: Identity | None = None
@@ -104,6 +105,7 @@ class RunSession:
         self._warned: set[str] = set()
         self._is_closed = False
         self._attached_s = time.monotonic()
+        _ALIVE.add(self)
 
     @property
     def url(self) -> str:
@@ -125,6 +127,14 @@ class RunSession:
     def count_with(self, source: Callable[[], Counters]) -> None:
         """Takes what tells the training side's counters, for the manifest."""
         self._source = source
+
+    def finish_with(self, last_words: Callable[[], Callable[[], None] | None]) -> None:
+        """Takes what leaves the attempt that is open here, when the interpreter exits without a close.
+
+        Args:
+            last_words: Returns what does that, or None where the observer is gone; a weak reference.
+        """
+        self._finish_counting = last_words
 
     def open(self) -> bool:
         """Enrols now, where that is possible (attaching thread).
@@ -258,6 +268,12 @@ class RunSession:
             )
             self._warn("empty", f"the run has no sample: {reason}")
 
+    def tell_open_attempt(self) -> None:
+        """Has the attempt that is open left here; other threads may still train (at interpreter exit)."""
+        last_words = self._finish_counting()
+        if last_words is not None and not self._is_closed:
+            last_words()
+
     def finish_enrolment(self, timeout_s: float) -> None:
         """Waits for an enrolment that is still going on (at interpreter exit)."""
         if self._enrolling is None:
@@ -385,20 +401,51 @@ class RunSession:
 
 
 _MAX_KINDS = 100
+_ALIVE: "weakref.WeakSet[RunSession]" = weakref.WeakSet()
 _OPEN: "weakref.WeakSet[RunSession]" = weakref.WeakSet()
 _WAITING: "weakref.WeakSet[RunSession]" = weakref.WeakSet()
 
 
-def _finish_enrolments_at_exit() -> None:
-    """Lets what a first forward began come to its end, before the writer threads are asked to finish."""
+def _nothing() -> None:
+    """Stands for an observer that is not there yet."""
+
+
+def _finish_after_main() -> None:
+    """Lets what a first forward began come to its end, before the writer threads are asked to finish.
+
+    The open attempt is left to `_finish_at_exit` where a thread may still train.
+    """
+    if not others_may_train():
+        _tell_open_attempts()
+    _finish_enrolments()
+
+
+def _finish_at_exit() -> None:
+    """Does the same for what threads did that outlived the main one."""
+    _tell_open_attempts()
+    _finish_enrolments()
+
+
+def _tell_open_attempts() -> None:
+    """Has the attempts that are open left with the writer threads."""
+    for session in list(_ALIVE):
+        try:
+            session.tell_open_attempt()
+        except Exception as error:  # noqa: BLE001 - the other sessions have theirs to tell
+            _LOGGER.warning("torchinstruments: the last attempt of %s is lost: %s", session.url, error)
+
+
+def _finish_enrolments() -> None:
+    """Waits for enrolments that are still going on."""
     end_s = time.monotonic() + EXIT_TIMEOUT_S
     for session in list(_WAITING):
         session.finish_enrolment(max(end_s - time.monotonic(), 0.0))
 
 
+# Hooks run in the reverse order of their registration: these before those of the delivery threads.
+atexit.register(_finish_at_exit)
 try:
-    # Hooks run in the reverse order of their registration: this one before that of the delivery threads.
-    threading._register_atexit(_finish_enrolments_at_exit)  # type: ignore[attr-defined]  # noqa: SLF001
+    threading._register_atexit(_finish_after_main)  # type: ignore[attr-defined]  # noqa: SLF001
 except (AttributeError, RuntimeError):
     # Not every Python has it, and after the main thread's end it takes none.
-    atexit.register(_finish_enrolments_at_exit)
+    atexit.register(_finish_after_main)

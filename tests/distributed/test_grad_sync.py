@@ -1,11 +1,14 @@
 """What DDP decides, read in the root forward's pre-hook and compared with what became of the gradients."""
 
 from contextlib import nullcontext
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from torchinstruments.ranks.grad_sync import read_grad_sync
 from torchinstruments.records import GradSync
@@ -55,6 +58,74 @@ def _evaluate() -> tuple[GradSync, GradSync]:
     with torch.no_grad():
         wrapper(torch.ones(1, 1))
     return read[0], read_grad_sync(nn.Linear(1, 1), True, dist.get_world_size())
+
+
+class _Unused(nn.Module):
+    """A layer that is used, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(1, 1, bias=False)
+        self.unused = nn.Linear(1, 1, bias=False)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 1) -> the same."""
+        return self.used(x)
+
+
+PLACEMENTS = [(forward, backward) for forward in (False, True) for backward in (False, True)]
+"""Whether ``no_sync`` is around the forward, and around the backward."""
+
+
+def _run_modes(options: dict[str, Any]) -> list[tuple[GradSync, bool]]:
+    """Three steps of each placement of no_sync under one wrapper: what was read, and whether ranks are equal.
+
+    The wrapper is the same throughout, as in training, since a static graph is learnt in its first step.
+    """
+    model = _Unused() if options.get("find_unused_parameters") else nn.Linear(1, 1, bias=False)
+    wrapper = DistributedDataParallel(model, **options)
+    weight = next(model.parameters())
+    seen: list[tuple[GradSync, bool]] = []
+    read: list[GradSync] = []
+
+    def pre_hook(module: nn.Module, _: object) -> None:
+        read.append(read_grad_sync(module, torch.is_grad_enabled(), dist.get_world_size()))
+
+    wrapper.register_forward_pre_hook(pre_hook)
+    for around_forward, around_backward in [(False, False), *PLACEMENTS, *PLACEMENTS]:
+        weight.grad = None
+        with wrapper.no_sync() if around_forward else nullcontext():
+            loss = wrapper(torch.full((1, 1), float(dist.get_rank() + 1))).sum()
+        with wrapper.no_sync() if around_backward else nullcontext():
+            loss.backward()
+        assert weight.grad is not None
+        gathered = [torch.empty_like(weight) for _ in range(2)]
+        dist.all_gather(gathered, weight.grad)
+        seen.append((read[-1], torch.equal(*gathered)))
+    return seen
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"static_graph": True, "gradient_as_bucket_view": True},
+    ],
+)
+def test_the_forward_decides_in_all_placements_of_no_sync_and_all_modes(rank_pool, options):
+    """SYNCED where gradients are equal on both ranks afterwards, LOCAL where they differ."""
+    first, second = rank_pool.run(_run_modes, options)
+    assert first == second
+    assert first == [
+        (GradSync.SYNCED, True),
+        *(
+            (GradSync.LOCAL, False) if around_forward else (GradSync.SYNCED, True)
+            for around_forward, _ in (*PLACEMENTS, *PLACEMENTS)
+        ),
+    ]
 
 
 def test_a_plain_step_is_synchronised_whether_wrapper_or_inner_model_is_attached(rank_pool):

@@ -28,12 +28,14 @@ from torchinstruments import (
     ObserverAlreadyAttachedError,
     SnapshotSink,
     TimedSampler,
+    api,
     has_observer,
     histogram,
     inject_observer,
     open_run,
     remove_observer,
 )
+from torchinstruments.ranks.device_times import DeviceTimes
 from torchinstruments.records import Sample, Signal
 
 
@@ -95,6 +97,91 @@ def test_an_interval_and_a_sampler_conflict_even_where_the_interval_is_the_defau
         inject_observer(
             make_model(), output_dir=tmp_path, interval=timedelta(minutes=1), sampler=TimedSampler()
         )
+
+
+class Wrapper:
+    """Holds an optimizer, as those of training frameworks do."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def test_several_optimizers_may_be_named_in_wrappers_too(tmp_path: Path) -> None:
+    """Their steps alone count, and in the order of first sight."""
+    model = make_model()
+    named = [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.25, 0.5)]
+    other = torch.optim.SGD(model.parameters(), lr=1.0)
+    given: Any = (Wrapper(named[0]), named[1])
+    inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler(), optimizer=given)
+    train(model, 1)
+    for optimizer in (other, *named):
+        optimizer.step()
+    remove_observer(model)
+    steps = open_run(str(tmp_path / "run")).steps().collect()
+    assert steps.select("optimizer", "lr", "clock").rows() == [(0, 0.25, "host"), (1, 0.5, "host")]
+
+
+class HostEvent:
+    """Stands for a timing event of an accelerator, with the host's clock behind it; nothing runs on one."""
+
+    def __init__(self) -> None:
+        self.at_s = 0.0
+
+    def query(self) -> bool:
+        """Returns that the device has come to it."""
+        return True
+
+    def elapsed_time(self, end_event: "HostEvent", /) -> float:
+        """Returns milliseconds, a thousand times too many, so that they are known again."""
+        return 1000.0 * 1000.0 * (end_event.at_s - self.at_s)
+
+
+def test_a_model_on_an_accelerator_has_the_times_of_its_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the hooks of model, backward and optimizer to the table, with events that are stand-ins."""
+
+    def record(event: HostEvent) -> None:
+        event.at_s = time.perf_counter()
+
+    def pretended(device: torch.device | None, on_error: Any) -> DeviceTimes:
+        assert device == torch.device("cpu")
+        return DeviceTimes(HostEvent, record, is_capturing=bool, on_error=on_error)
+
+    monkeypatch.setattr(api, "device_times", pretended)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    began_s = time.perf_counter()
+    inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler())
+    for _ in range(3):
+        train(model, 2)
+        optimizer.step()
+    remove_observer(model)
+    passed_s = time.perf_counter() - began_s
+    steps = open_run(str(tmp_path / "run")).steps().collect()
+    assert steps["clock"].to_list() == ["device"] * 3
+    phases = steps.select("gap_s", "forward_s", "backward_s", "optimizer_s").rows()
+    assert 0.0 < sum(map(sum, phases)) <= 1000.0 * passed_s
+    assert all(forward_s > 0.0 and optimizer_s > 0.0 for _, forward_s, _, optimizer_s in phases)
+
+
+def test_a_step_marked_by_the_program_is_in_the_tables(tmp_path: Path) -> None:
+    """Its number and its declaration in `steps`, its provenance beside every value."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    observer = inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler())
+    for number in (1000, 1001):
+        with observer.step(global_step=number, micro_batches=2):
+            train(model, 2)
+            optimizer.step()
+    remove_observer(model)
+    run = open_run(str(tmp_path / "run"))
+    columns = ("attempt", "global_step", "micro_batches", "micro_batches_declared", "outcome")
+    assert run.steps().collect().select(columns).rows() == [
+        (0, 1000, 2, 2, "applied"),
+        (1, 1001, 2, 2, "applied"),
+    ]
+    assert set(run.history().collect()["step_provenance"]) == {"explicit"}
 
 
 def test_disabled_by_the_environment_nothing_happens_but_validation(
@@ -404,6 +491,10 @@ def test_histograms_cover_the_layers_in_focus_alone(tmp_path: Path) -> None:
             "signals has 'weights', which is not possible; give any of ",
         ),
         ({"signals": [("output",)]}, "signals has ('output',)"),
+        ({"optimizer": 3}, "optimizer=3"),
+        ({"optimizer": None}, "optimizer=None"),
+        ({"optimizer": ()}, "optimizer=()"),
+        ({"optimizer": (nn.Identity(),)}, "optimizer=(Identity(),)"),
     ],
 )
 def test_arguments_that_cannot_work_name_what_is_wrong(arguments: dict[str, Any], words: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchinstruments.observe.capture import SampledForward
-from torchinstruments.records import GradSync
+from torchinstruments.records import GradSync, Position
 
 __all__ = ["RootCall", "RunningCalls"]
 
@@ -18,6 +18,7 @@ class RootCall:
     Attributes:
         grad_sync: As latched at its start.
         handled: The exception that was being handled when it began.
+        position: Where it stands among the steps.
         depth: Calls of the root that are on the stack, this one included.
         sampled: Measures it, where it was chosen.
         compiled: Ids of modules inside compiled code, where it was chosen.
@@ -25,6 +26,7 @@ class RootCall:
 
     grad_sync: GradSync
     handled: BaseException | None
+    position: Position | None = None
     depth: int = 1
     sampled: SampledForward | None = None
     compiled: frozenset[int] = frozenset()

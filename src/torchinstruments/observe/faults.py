@@ -82,7 +82,14 @@ class Faults:
             )
 
     def notice(
-        self, probe: str, layer: str, sentence: str, *, is_worth_a_warning: bool = True, times: int = 1
+        self,
+        probe: str,
+        layer: str,
+        sentence: str,
+        *,
+        is_worth_a_warning: bool = True,
+        kind: str = "notice",
+        times: int = 1,
     ) -> None:
         """Takes what is no error but has to be known: kept and counted, never raised (any thread).
 
@@ -90,13 +97,14 @@ class Faults:
             probe: What it concerns, as in `ErrorRecord`.
             layer: Name of the layer; ``""`` is the model itself.
             sentence: A whole sentence for the user.
-            is_worth_a_warning: Whether the user is warned with it; once for each probe.
+            is_worth_a_warning: Whether the user is warned with it; once for each probe and kind.
+            kind: What it is about, where there is more than one thing to say of the probe.
             times: How often it happened, for the counts.
         """
         with self._lock:
             self._counts[probe] += times
-            is_new = (probe, "notice") not in self._warned
-            self._warned.add((probe, "notice"))
+            is_new = (probe, kind) not in self._warned
+            self._warned.add((probe, kind))
         self._hold(probe, layer, RuntimeWarning.__name__, storable(sentence[:_MAX_MESSAGE_CHARACTERS]))
         if is_new and is_worth_a_warning:
             self.warn(sentence)

@@ -13,6 +13,12 @@ from torch import nn
 from torchinstruments.errors import ObserverAlreadyAttachedError
 from torchinstruments.observe import registry
 from torchinstruments.observe.probe import RootProbe
+from torchinstruments.observe.step_block import (
+    MAX_GLOBAL_STEP,
+    MAX_MICRO_BATCHES,
+    StepBlock,
+    checked_number,
+)
 from torchinstruments.records import Counters
 
 __all__ = ["InertObserver", "Observer", "observer_of", "refuse_second"]
@@ -96,6 +102,37 @@ class Observer:
             yield
         finally:
             self._probe.pause(-1)
+
+    def step(self, global_step: int | None = None, micro_batches: int | None = None) -> StepBlock:
+        """Makes one attempt of everything inside the ``with`` block, in place of what optimizers tell.
+
+        All forwards inside belong to it, those of an evaluation too, and their rows have the
+        ``step_provenance`` ``explicit``; steps of the model's optimizers belong inside. An attempt that is
+        open when the block begins ends there, and what comes after the block is grouped as without blocks. A
+        block without a step ends ``abandoned`` with the evidence ``explicit``, also where an exception leaves
+        it, which goes on untouched; where no optimizer of the model was ever seen and nothing was raised, it
+        ends ``unknown``. A block inside another one is ignored. On a rank that does not observe it does
+        nothing.
+
+        What cannot be used is left out and noticed once, and training goes on: a number out of range, and an
+        integer tensor too, since reading it would wait for its device.
+
+        Args:
+            global_step: The caller's number of this step, from 0; it stands in the rows of `steps`.
+            micro_batches: How many forwards with gradients the caller means to run, from 1; it stands beside
+                the number that was seen, and the first disagreement is noticed.
+
+        Raises:
+            ConfigurationError: With ``error_policy="raise"`` alone: a number cannot be used.
+        """
+        probe = self._probe
+        if probe is None or self._is_closed:
+            return StepBlock(None)
+        return StepBlock(
+            probe,
+            checked_number(probe, "global_step", global_step, 0, MAX_GLOBAL_STEP),
+            checked_number(probe, "micro_batches", micro_batches, 1, MAX_MICRO_BATCHES),
+        )
 
     def attach(self, model: nn.Module) -> None:
         """Attaches to the model that the probe was made for; an observer without one only marks it.

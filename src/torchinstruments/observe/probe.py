@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,7 @@ from torch import nn
 
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.observe.applied import ParameterTracker, StepRelay
+from torchinstruments.observe.attempts import AttemptFeed
 from torchinstruments.observe.bypass import Bypass
 from torchinstruments.observe.calls import RootCall, RunningCalls
 from torchinstruments.observe.capture import SampledForward
@@ -51,7 +52,7 @@ from torchinstruments.observe.stack import num_calls
 from torchinstruments.observe.unseen import report_out_of_reach, tell_unseen
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.grad_sync import read_grad_sync
-from torchinstruments.records import ClosedAttempt, Position, SampleState, ScaleProvenance, Signal
+from torchinstruments.records import Position, SampleState, ScaleProvenance, Signal
 from torchinstruments.statistics.foreign import foreign_code
 from torchinstruments.statistics.histograms import HistogramReducer
 from torchinstruments.statistics.reducers import Reducer
@@ -71,7 +72,7 @@ class RootProbe:
         sampler: Chooses root forwards.
         reducers: What is computed of each tensor.
         session: Takes samples, attempts, catalog and errors.
-        clock: Counts attempts; fed with `time.perf_counter`.
+        clock: Counts attempts.
         faults: Takes errors.
         scale: Knows the loss scale.
         companions: Attached and detached with it.
@@ -84,6 +85,7 @@ class RootProbe:
         signals: What is measured of the layers.
         steps: Told of optimizer steps, where parameters' gradients are measured.
         fingerprints: Whether parameters and buffers are fingerprinted in sampled attempts.
+        now: The moments that the clock is fed with, here and by the companions.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class RootProbe:
         signals: frozenset[Signal] = DEFAULT_SIGNALS,
         steps: StepRelay | None = None,
         fingerprints: bool = False,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.session = session
         self.faults = faults
@@ -119,7 +122,6 @@ class RootProbe:
         self._root_layer = self._layers.root
         self._sampler = sampler
         self._sampler_is_own = is_own(sampler)
-        self._clock = clock
         self._companions = tuple(companions)
         self._selector_errors = tuple(selector_errors)
         recipe = Recipe(tuple(reducers), tuple(histograms), focus, session.wants_histograms, signals)
@@ -131,17 +133,18 @@ class RootProbe:
             )
             if steps is not None:
                 steps.connect(self._parameters)
+        self._bypass = Bypass(model, captures_direct_forwards=capture_direct_forwards)
+        self._attempts = AttemptFeed(clock, session, self._bypass, faults, now)
         self._tracker = GradientTracker(
             recipe=recipe,
             faults=faults,
             scale=scale,
             deliver=self._deliver,
-            backward_ended=self._backward_ended,
+            backward_ended=self._attempts.backward_ended,
         )
         self._captures_direct_forwards = capture_direct_forwards
         self._override: ForwardOverride | None = None
         self._replicated: frozenset[int] | None = replicated(model) if capture_direct_forwards else None
-        self._bypass = Bypass(model, captures_direct_forwards=capture_direct_forwards)
         self._fingerprinter = Fingerprinter(faults) if fingerprints else None
         self._handles: list[RemovableHandle] = []
         self._slot: RootSlot | None = None
@@ -234,12 +237,41 @@ class RootProbe:
                 "the observer was removed while a sampled forward ran, which therefore counts as missed",
             )
         if self._has_begun:
-            self._put_attempts(self._clock.close(time.perf_counter()))
-            if self._clock.num_dropped_steps:
-                dropped = f"{self._clock.num_dropped_steps} steps in one attempt were more than are kept"
-                self.faults.report("optimizer", "", OverflowError(dropped))
+            self._attempts.close()
+            self._attempts.tell_what_was_lost()
             self.tell_catalog()
         tell_unseen(self._traced, self._bypass, self.faults)
+
+    def tell_open_attempt(self) -> None:
+        """Leaves the attempt that is open with the session (main thread, while the interpreter exits)."""
+        if self._has_begun and not self._is_finished:
+            self._attempts.close()
+
+    def step_entered(self, global_step: int | None, micro_batches: int | None) -> bool:
+        """Takes that the program begins an attempt; it never raises (training thread, hot path).
+
+        Returns:
+            Whether its end is to be told, by `step_left`.
+        """
+        try:
+            return (
+                self._is_armed and self._begin() and self._attempts.step_entered(global_step, micro_batches)
+            )
+        except Exception as error:  # noqa: BLE001 - nothing may reach the training loop
+            self.faults.report("step", "", error)
+            return False
+
+    def step_left(self, *, failed: bool) -> None:
+        """Takes that the program's attempt is over; it never raises (training thread, hot path)."""
+        try:
+            if self._is_armed:
+                self._attempts.step_left(failed=failed)
+        except Exception as error:  # noqa: BLE001 - nothing may reach the training loop
+            self.faults.report("step", "", error)
+
+    def notice_of_step(self, kind: str, sentence: str) -> None:
+        """Tells something of how a program marks its steps, once a kind (training thread)."""
+        self._attempts.notice(kind, sentence)
 
     def disarm(self) -> None:
         """Makes it do nothing for ever (in a forked child, before anything else runs there)."""
@@ -248,6 +280,7 @@ class RootProbe:
         self._counts.disarm()
         if self._fingerprinter is not None:
             self._fingerprinter.disarm()
+        self._attempts.disarm()
         self._is_armed = False
         self._is_finished = True
         self._bypass.muted = True
@@ -340,30 +373,30 @@ class RootProbe:
 
     def _start(self, module: nn.Module) -> None:
         """Counts a root forward and has it measured where the sampler chose it."""
-        if not self._has_begun:
-            if not self.session.begin():
-                self.detach()
-                return
-            self._has_begun = True
+        if not self._begin():
+            return
         self._bypass.disarm()
-        started_s = time.perf_counter()
         started_us = time.time_ns() // 1000
         self._tracker.root_started()
         grad_enabled = torch.is_grad_enabled()
         self._counts.add(forwards=1)
-        with self._lock:
-            # Forwards of several threads may begin at the same time.
-            started = self._clock.forward_started(
-                grad_enabled=grad_enabled, now_s=started_s, now_us=started_us
-            )
-        if started.closed:
-            self._put_attempts(started.closed)
+        position = self._attempts.forward_started(grad_enabled=grad_enabled, now_us=started_us)
         if self._parameters is not None:
-            self._parameters.root_started(started.position)
-        call = RootCall(read_grad_sync(module, grad_enabled, self.session.world_size), sys.exception())
+            self._parameters.root_started(position)
+        grad_sync = read_grad_sync(module, grad_enabled, self.session.world_size)
+        call = RootCall(grad_sync, sys.exception(), position)
         self._calls.begin(call)
-        if self._num_paused == 0 and self._is_chosen(started.position):
-            self._sample(call, module, started.position, started_us)
+        if self._num_paused == 0 and self._is_chosen(position):
+            self._sample(call, module, position, started_us)
+
+    def _begin(self) -> bool:
+        """Returns whether this rank observes, which the first call settles (training thread, hot path)."""
+        if not self._has_begun:
+            if not self.session.begin():
+                self.detach()
+                return False
+            self._has_begun = True
+        return True
 
     def _is_chosen(self, position: Position) -> bool:
         """Asks the sampler; one that raises did not choose."""
@@ -419,7 +452,7 @@ class RootProbe:
         if self._fingerprinter is None or position.attempt is None:
             return
         model = self._model()
-        before = self._clock.is_before_every_step
+        before = self._attempts.is_before_every_step
         if model is None or not self._fingerprinter.is_due(position, is_before_every_step=before):
             return
         began_s = time.perf_counter()
@@ -445,8 +478,7 @@ class RootProbe:
 
     def _end(self, call: RootCall, *, failed: bool) -> None:
         """Takes the end of the outermost call."""
-        with self._lock:
-            self._clock.forward_ended(time.perf_counter(), call.grad_sync)
+        self._attempts.forward_ended(call.grad_sync, call.position)
         if call.sampled is not None:
             self._end_sample(call.sampled, failed=failed)
             if self._is_armed:
@@ -487,19 +519,9 @@ class RootProbe:
         self._counts.add(collection_s=delivery.collection_s)
         self.session.put_sample(delivery)
 
-    def _backward_ended(self) -> None:
-        """Tells the clock that a backward through a sample is over (autograd thread, hot path)."""
-        with self._lock:
-            self._clock.backward_ended(time.perf_counter())
-
     def _give_up(self, sampled: SampledForward) -> None:
         """Ends the sample of a call that never said that it is over."""
         self._end_sample(sampled, failed=True)
-
-    def _put_attempts(self, attempts: Sequence[ClosedAttempt]) -> None:
-        """Leaves the attempts of a window that closed with the session (training thread, hot path)."""
-        self._bypass.attempts_closed(attempts)
-        self.session.put_attempts(attempts)
 
 
 def refuse_scripted(model: nn.Module) -> None:

@@ -9,19 +9,22 @@ A step that runs a closure is met before its forwards. Where its optimizer has s
 already, the closure's first grad-enabled forward opens the next window and the running step moves into it;
 otherwise the step belongs to the open window, as one optimizer of several.
 
-Times are seconds of one monotonic clock, `time.perf_counter` everywhere in this package. A window's phases
-are host time: ``forward_s`` sums root forwards; ``backward_s`` runs from the end of a forward to the end of
-its backward where that was observed, else to the next forward or step; ``optimizer_s`` leaves out what a
-closure's forwards and observed backwards took. A record repeats its window's phases: of several optimizers in
-one attempt each has its own ``optimizer_s`` alone.
+A program may say itself where a window begins and ends; then nothing else opens or closes one in between.
+Beyond such a boundary no window is open until the next grad-enabled forward or the next boundary.
+
+Times are seconds of one monotonic clock, `time.perf_counter` everywhere in this package; how a window's
+time divides into phases is `ranks.phases`'s business. A record repeats its window's phases: of several
+optimizers in one attempt each has its own ``optimizer_s`` alone.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from torchinstruments.ranks.phases import PhaseTimer
+from torchinstruments.ranks.stepping import OptimizerOrdinals, RunningStep
+from torchinstruments.ranks.window import DeviceClock, Span, Step, Window
 from torchinstruments.records import (
     Amendment,
-    AttemptRecord,
     ClosedAttempt,
     Evidence,
     GradSync,
@@ -49,83 +52,38 @@ class Started:
     closed: tuple[ClosedAttempt, ...] = ()
 
 
-@dataclass(slots=True)
-class _Step:
-    """One step of one optimizer in a window, not yet told."""
-
-    key: int
-    optimizer: int
-    optimizer_attempt: int
-    outcome: Outcome
-    evidence: Evidence
-    optimizer_s: float
-    lr: float | None = None
-    found_inf: float | None = None
-    aborted: bool = False
-    amendment: Amendment | None = None
-
-
-@dataclass(slots=True)
-class _Running:
-    """The outermost step that runs now, and the keys of those inside it."""
-
-    key: int
-    started_s: float
-    inner_s: float = 0.0
-    nested: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Window:
-    """The open attempt."""
-
-    attempt: int
-    first_forward_index: int
-    last_forward_index: int
-    started_at_us: int
-    gap_s: float
-    forwards: int = 0
-    micro_batches: int = 0
-    micro_batches_synced: int = 0
-    last_sync: GradSync = GradSync.UNKNOWN
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    steps: list[_Step] = field(default_factory=list)
-    end_s: float | None = None
-
-
 class StepClock:
     """Turns the events of one process's training loop into positions and attempt records.
 
     Not thread-safe by itself: its events come from the training thread, or from an autograd thread while
-    the training thread waits for it.
+    the training thread waits for it. Any order of them is taken without an exception.
     """
 
-    def __init__(self, *, declared_optimizer: bool = False) -> None:
+    def __init__(self, *, declared_optimizer: bool = False, device: DeviceClock | None = None) -> None:
         """Makes a clock that has seen nothing.
 
         Args:
             declared_optimizer: Whether the caller named an optimizer, so that attempts are known to be
                 counted before the first step.
+            device: Measures the phases again, where the moments of the events carry a device's marks.
         """
         self._is_declared = declared_optimizer
         self._optimizer_known = declared_optimizer
-        self._window: _Window | None = None
-        self._running: _Running | None = None
+        self._device = device
+        self._timer = PhaseTimer(keeps_spans=device is not None)
+        self._window: Window | None = None
+        self._running: RunningStep | None = None
+        self._in_boundary = False
         self._num_forwards = 0
-        self._forwards_before = 0
+        self._forwards_outside = 0
         self._next_attempt = 0
-        self._ordinals: dict[int, int] = {}
-        self._optimizer_attempts: dict[int, int] = {}
-        self._num_optimizers = 0
-        self._forward_began_s: float | None = None
-        self._forward_has_grad = False
-        self._waits_for_backward_since_s: float | None = None
-        self._last_event_s = 0.0
-        self._last_end_s: float | None = None
+        self._ordinals = OptimizerOrdinals()
+        self._last_position: Position | None = None
         self._is_running: Callable[[], bool] | None = None
         self.num_dropped_steps = 0
         """Steps beyond `MAX_STEPS_IN_WINDOW` in one window, which have no record."""
+        self.num_steps_between_boundaries = 0
+        """Steps after a boundary while no window was open, which belong to no attempt and have no record."""
 
     @property
     def num_forwards(self) -> int:
@@ -133,8 +91,21 @@ class StepClock:
         return self._num_forwards
 
     @property
+    def is_stepping(self) -> bool:
+        """Whether a step seems to run."""
+        return self._running is not None
+
+    @property
+    def in_boundary(self) -> bool:
+        """Whether the program has said where the open attempt began."""
+        return self._in_boundary
+
+    @property
     def step_provenance(self) -> StepProvenance:
         """How an attempt is known at this moment."""
+        window = self._window
+        if window is not None and window.explicit:
+            return StepProvenance.EXPLICIT
         return StepProvenance.INFERRED if self._optimizer_known else StepProvenance.NONE
 
     @property
@@ -158,6 +129,56 @@ class StepClock:
         """
         self._is_running = is_running
 
+    def boundary_entered(
+        self,
+        now_s: float,
+        now_us: int,
+        *,
+        global_step: int | None = None,
+        micro_batches_declared: int | None = None,
+    ) -> tuple[ClosedAttempt, ...] | None:
+        """Takes that an attempt begins because the program says so (training thread, hot path).
+
+        Args:
+            now_s: Monotonic seconds.
+            now_us: Microseconds since the epoch, UTC.
+            global_step: The caller's number.
+            micro_batches_declared: The caller's number.
+
+        Returns:
+            The records of the window that it closed; None inside another boundary, which goes on.
+        """
+        if self._in_boundary:
+            return None
+        self._drop_aborted_step(now_s)
+        self._timer.settle_backward(now_s, self._window, self._running)
+        closed = self._close_window()
+        window = self._open_window(now_s, now_us)
+        window.explicit, window.has_begun = True, False
+        window.global_step, window.micro_batches_declared = global_step, micro_batches_declared
+        self._timer.boundary_entered(now_s)
+        self._in_boundary = True
+        return closed
+
+    def boundary_left(self, now_s: float, *, failed: bool = False) -> tuple[ClosedAttempt, ...]:
+        """Takes that the program's attempt is over (training thread, hot path).
+
+        Args:
+            now_s: Monotonic seconds.
+            failed: Whether an exception left it.
+
+        Returns:
+            Its records. Without any step: one of outcome `ABANDONED`, or `UNKNOWN` where it did not fail and
+            no optimizer was ever known to step.
+        """
+        self._in_boundary = False
+        window = self._window
+        if window is None or not window.explicit:
+            return ()
+        self._drop_aborted_step(now_s)
+        self._timer.settle_backward(now_s, self._window, self._running)
+        return self._close_window(failed=failed)
+
     def forward_started(self, *, grad_enabled: bool, now_s: float, now_us: int) -> Started:
         """Takes the start of a root forward (training thread, hot path).
 
@@ -170,40 +191,47 @@ class StepClock:
             The forward's position, and the records of the window that it closed.
         """
         self._drop_aborted_step(now_s)
-        self._account_backward(now_s)
+        self._timer.settle_backward(now_s, self._window, self._running)
         closed: tuple[ClosedAttempt, ...] = ()
-        if grad_enabled and self._opens_window():
+        window = self._window
+        if grad_enabled and self._opens_window(window):
             closed = self._close_window()
-            self._open_window(now_s, now_us)
+            window = self._open_window(now_s, now_us)
+        elif window is not None and window.explicit and window.forwards == 0:
+            window.started_at_us = now_us
+            self._begin_boundary(window, now_s)
         index = self._num_forwards
         self._num_forwards += 1
-        self._last_event_s = now_s
-        self._forward_began_s = now_s
-        self._forward_has_grad = grad_enabled
-        return Started(self._position(index, grad_enabled=grad_enabled), closed)
+        self._timer.forward_began(now_s)
+        if window is None:
+            ordinal = self._forwards_outside
+            self._forwards_outside += 1
+            position = Position(None, ordinal, None, index, grad_enabled, self.step_provenance)
+        else:
+            position = window.place(index, grad_enabled=grad_enabled, provenance=self.step_provenance)
+        self._last_position = position
+        return Started(position, closed)
 
-    def forward_ended(self, now_s: float, grad_sync: GradSync) -> None:
-        """Takes the end of the last root forward, also of one that raised (training thread, hot path).
+    def forward_ended(self, now_s: float, grad_sync: GradSync, position: Position | None = None) -> None:
+        """Takes the end of a root forward, also of one that raised (training thread, hot path).
 
         Args:
             now_s: Monotonic seconds.
             grad_sync: As latched at its start.
+            position: Which forward; None is the last one that began. Of forwards that overlap, in several
+                threads, only what lies between the last begin and the next end counts as time.
         """
-        began_s, self._forward_began_s = self._forward_began_s, None
         window = self._window
-        if began_s is None:
-            return
-        self._last_event_s = now_s
-        if window is None:
-            return
-        duration_s = max(0.0, now_s - began_s)
-        window.forward_s += duration_s
-        if self._running is not None:
-            self._running.inner_s += duration_s
-        if self._forward_has_grad:
-            window.last_sync = grad_sync
-            window.micro_batches_synced += grad_sync is GradSync.SYNCED
-            self._waits_for_backward_since_s = now_s
+        which = self._last_position if position is None else position
+        micro_batch = None
+        if window is not None and which is not None and which.attempt == window.attempt:
+            micro_batch = which.micro_batch
+        began = self._timer.forward_ended(
+            now_s, window, self._running, awaits_backward=micro_batch is not None
+        )
+        self._last_position = None
+        if window is not None and micro_batch is not None and (began or position is not None):
+            window.synchronised(grad_sync, micro_batch)
 
     def backward_ended(self, now_s: float) -> None:
         """Takes the end of a backward through a root forward (training or autograd thread, hot path).
@@ -211,32 +239,29 @@ class StepClock:
         Args:
             now_s: Monotonic seconds.
         """
-        if self._window is None or self._forward_began_s is not None:
-            # One inside a forward is that forward's time.
-            return
-        if self._waits_for_backward_since_s is None:
-            # A further backward, of another outstanding forward or of a kept graph.
-            self._waits_for_backward_since_s = self._last_event_s
-        self._account_backward(now_s)
-        self._last_event_s = now_s
-        if self._window.end_s is not None:
-            # An optimizer that steps inside the backward ends before it.
-            self._window.end_s = now_s
+        window = self._window
+        if window is not None:
+            # In a boundary without a forward it may have begun at once: the gap is over where it was entered.
+            window.has_begun = True
+            self._timer.backward_ended(now_s, window, self._running)
 
-    def step_started(self, optimizer_key: int, now_s: float) -> None:
+    def step_started(self, optimizer_key: int, now_s: float, *, in_backward: bool = False) -> None:
         """Takes the start of an optimizer's step (training or autograd thread, hot path).
 
         Args:
             optimizer_key: Names the optimizer for as long as it lives.
             now_s: Monotonic seconds.
+            in_backward: Whether a backward runs around it, so that it goes on after the step.
         """
         self._optimizer_known = True
         if self._running is not None:
             self._running.nested.append(optimizer_key)
             return
-        self._account_backward(now_s)
-        self._last_event_s = now_s
-        self._running = _Running(optimizer_key, now_s)
+        window = self._window
+        if window is not None:
+            self._begin_boundary(window, now_s)
+        self._timer.step_began(now_s, window, in_backward=in_backward)
+        self._running = RunningStep(optimizer_key, now_s, in_backward, self._timer.phase())
 
     def step_aborted(self, now_s: float) -> None:
         """Takes that the step which runs was left by an exception (training thread, hot path).
@@ -247,7 +272,9 @@ class StepClock:
         running, self._running = self._running, None
         if running is not None:
             # How far it came before it raised is not known, nor when.
-            self._add_step(running.key, now_s, 0.0, Outcome.UNKNOWN, Evidence.NONE, aborted=True)
+            step = self._add_step(running.key, now_s, Outcome.UNKNOWN, Evidence.NONE)
+            if step is not None:
+                step.aborted = True
 
     def step_ended(
         self,
@@ -268,18 +295,20 @@ class StepClock:
             evidence: What that rests on.
         """
         running = self._running
-        if running is None or (running.key != optimizer_key and optimizer_key not in running.nested):
+        if running is None or not running.knows(optimizer_key):
             self._take_back_abort(optimizer_key, lr, outcome, evidence)
             return
-        if optimizer_key in running.nested:
-            # The innermost first: a subclass's step may call its parent's, under the same key.
-            del running.nested[len(running.nested) - 1 - running.nested[::-1].index(optimizer_key) :]
+        if running.ends_nested(optimizer_key):
+            self._timer.passed(now_s)
             return
         self._running = None
-        # A closure's backward that nobody saw cannot be told from the step itself.
-        self._waits_for_backward_since_s = None
-        seconds = max(0.0, now_s - running.started_s - running.inner_s)
-        self._add_step(optimizer_key, now_s, seconds, outcome, evidence, lr=lr)
+        self._timer.step_ended(in_backward=running.in_backward)
+        step = self._add_step(optimizer_key, now_s, outcome, evidence)
+        if step is not None:
+            step.lr = lr
+            step.optimizer_s = max(0.0, now_s - running.started_s - running.inner.seconds)
+            if running.inner.spans is not None:
+                step.span, step.inside = (running.started_s, now_s), running.inner.spans
 
     def step_skipped(
         self,
@@ -307,10 +336,10 @@ class StepClock:
         self._drop_aborted_step(now_s)
         if self._running is not None:
             return
-        self._account_backward(now_s)
-        self._add_step(
-            optimizer_key, now_s, 0.0, outcome, evidence, lr=lr, found_inf=found_inf, amendment=amendment
-        )
+        self._timer.settle_backward(now_s, self._window, self._running)
+        step = self._add_step(optimizer_key, now_s, outcome, evidence)
+        if step is not None:
+            step.lr, step.found_inf, step.amendment = lr, found_inf, amendment
 
     def step_resolved(
         self,
@@ -341,11 +370,10 @@ class StepClock:
         Args:
             optimizer_key: As given to `step_started`.
         """
-        self._ordinals.pop(optimizer_key, None)
-        self._optimizer_attempts.pop(optimizer_key, None)
+        self._ordinals.forget(optimizer_key)
 
     def close(self, now_s: float) -> tuple[ClosedAttempt, ...]:
-        """Closes the open window (training thread).
+        """Closes the open window (training thread, or the main thread while the interpreter exits).
 
         Args:
             now_s: Monotonic seconds.
@@ -357,102 +385,67 @@ class StepClock:
         self.step_aborted(now_s)
         return self._close_window()
 
-    def _position(self, index: int, *, grad_enabled: bool) -> Position:
-        window = self._window
+    def _opens_window(self, window: Window | None) -> bool:
+        """Whether a grad-enabled forward that begins now opens the next window."""
         if window is None:
-            ordinal = self._forwards_before
-            self._forwards_before += 1
-            return Position(None, ordinal, None, index, grad_enabled, self.step_provenance)
-        ordinal = window.forwards
-        window.forwards += 1
-        window.last_forward_index = index
-        micro_batch = None
-        if grad_enabled:
-            micro_batch = window.micro_batches
-            window.micro_batches += 1
-            window.last_sync = GradSync.UNKNOWN
-        return Position(window.attempt, ordinal, micro_batch, index, grad_enabled, self.step_provenance)
-
-    def _opens_window(self) -> bool:
-        if self._window is None:
             return True
-        if not self._window.steps:
+        if window.explicit or not window.steps:
             return False
-        return self._running is None or self._last_step(self._running.key) is not None
+        running = self._running
+        return running is None or window.last_step(running.key) is not None
 
-    def _open_window(self, now_s: float, now_us: int) -> None:
-        # Inside a closure the time since the step's start is the step's.
-        begin_s = now_s if self._running is None else self._running.started_s
-        gap_s = 0.0 if self._last_end_s is None else max(0.0, begin_s - self._last_end_s)
-        index = self._num_forwards
-        self._window = _Window(self._next_attempt, index, index, now_us, gap_s)
+    def _open_window(self, now_s: float, now_us: int) -> Window:
+        window = Window(
+            self._next_attempt,
+            self._num_forwards,
+            now_us,
+            self._gap(now_s),
+            forward=self._timer.phase(),
+            backward=self._timer.phase(),
+        )
         self._next_attempt += 1
+        self._window = window
+        return window
 
-    def _close_window(self) -> tuple[ClosedAttempt, ...]:
+    def _begin_boundary(self, window: Window, now_s: float) -> None:
+        """Lets the gap before a boundary's window reach to the first thing that is known to run in it."""
+        if not window.has_begun:
+            window.has_begun = True
+            window.gap = self._gap(now_s)
+
+    def _gap(self, now_s: float) -> Span | None:
+        # Inside a closure the time since the step's start is the step's.
+        return self._timer.gap(now_s if self._running is None else self._running.started_s)
+
+    def _close_window(self, *, failed: bool = False) -> tuple[ClosedAttempt, ...]:
         window, self._window = self._window, None
         if window is None:
             return ()
-        self._last_end_s = window.end_s if window.end_s is not None else self._last_event_s
-        self._waits_for_backward_since_s = None
-        if window.steps:
-            return tuple(_closed(window, step) for step in window.steps)
-        outcome = Outcome.ABANDONED if self._optimizer_known else Outcome.UNKNOWN
-        return (_closed(window, _Step(-1, -1, 0, outcome, Evidence.NONE, 0.0)),)
+        self._timer.window_closed(window)
+        outcome, evidence = Outcome.UNKNOWN, Evidence.NONE
+        if self._optimizer_known or failed:
+            outcome = Outcome.ABANDONED
+            evidence = Evidence.EXPLICIT if window.explicit else Evidence.NONE
+        return window.records(Step(-1, -1, 0, outcome, evidence), self._device)
 
-    def _account_backward(self, now_s: float) -> None:
-        since_s, self._waits_for_backward_since_s = self._waits_for_backward_since_s, None
-        if since_s is None or self._window is None:
-            return
-        duration_s = max(0.0, now_s - since_s)
-        self._window.backward_s += duration_s
-        if self._running is not None:
-            self._running.inner_s += duration_s
-
-    def _add_step(
-        self,
-        key: int,
-        now_s: float,
-        optimizer_s: float,
-        outcome: Outcome,
-        evidence: Evidence,
-        *,
-        lr: float | None = None,
-        found_inf: float | None = None,
-        aborted: bool = False,
-        amendment: Amendment | None = None,
-    ) -> None:
-        self._last_event_s = now_s
+    def _add_step(self, key: int, now_s: float, outcome: Outcome, evidence: Evidence) -> Step | None:
+        """Puts a step into the open window; returns it, or None where it has no record."""
         window = self._window
+        self._timer.stepped(now_s, window)
         if window is None:
-            return
-        window.end_s = now_s
-        if key not in self._ordinals:
-            self._ordinals[key] = self._num_optimizers
-            self._num_optimizers += 1
-        attempt = self._optimizer_attempts.get(key, 0)
-        self._optimizer_attempts[key] = attempt + 1
+            self.num_steps_between_boundaries += self._next_attempt > 0
+            return None
+        ordinal, attempt = self._ordinals.next_attempt(key)
         if len(window.steps) >= MAX_STEPS_IN_WINDOW:
             self.num_dropped_steps += 1
-            return
-        window.steps.append(
-            _Step(
-                key,
-                self._ordinals[key],
-                attempt,
-                outcome,
-                evidence,
-                optimizer_s,
-                lr=lr,
-                found_inf=found_inf,
-                aborted=aborted,
-                amendment=amendment,
-            )
-        )
-
-    def _last_step(self, key: int) -> _Step | None:
-        if self._window is None:
             return None
-        return next((step for step in reversed(self._window.steps) if step.key == key), None)
+        step = Step(key, ordinal, attempt, outcome, evidence)
+        window.steps.append(step)
+        return step
+
+    def _last_step(self, key: int) -> Step | None:
+        window = self._window
+        return None if window is None else window.last_step(key)
 
     def _drop_aborted_step(self, now_s: float) -> None:
         if self._running is not None and self._is_running is not None and not self._is_running():
@@ -463,26 +456,3 @@ class StepClock:
         step = self._last_step(key)
         if step is not None and step.aborted:
             step.lr, step.outcome, step.evidence, step.aborted = lr, outcome, evidence, False
-
-
-def _closed(window: _Window, step: _Step) -> ClosedAttempt:
-    record = AttemptRecord(
-        attempt=window.attempt,
-        optimizer=step.optimizer,
-        optimizer_attempt=step.optimizer_attempt,
-        first_forward_index=window.first_forward_index,
-        last_forward_index=window.last_forward_index,
-        micro_batches=window.micro_batches,
-        micro_batches_synced=window.micro_batches_synced,
-        last_micro_batch_sync=window.last_sync,
-        outcome=step.outcome,
-        evidence=step.evidence,
-        started_at_us=window.started_at_us,
-        gap_s=window.gap_s,
-        forward_s=window.forward_s,
-        backward_s=window.backward_s,
-        optimizer_s=step.optimizer_s,
-        found_inf=step.found_inf,
-        lr=step.lr,
-    )
-    return ClosedAttempt(record, () if step.amendment is None else (step.amendment,))

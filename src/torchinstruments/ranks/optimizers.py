@@ -5,6 +5,9 @@ and the like replace parameters, and optimizers come and go. The full comparison
 later steps compare a handful of witnesses (first parameters, number of groups), so that they cost
 microseconds.
 
+What wraps an optimizer and is none to torch (Accelerate's, DeepSpeed's, Lightning's) is seen through to the
+one whose steps torch announces.
+
 A fused optimizer is called by a `GradScaler` on a skipped step too and decides on the device. Its hooks prove
 nothing there, so its outcome stays unknown until better evidence comes.
 """
@@ -13,7 +16,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, Protocol
@@ -23,9 +26,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchinstruments.ranks.clock import StepClock
+from torchinstruments.ranks.inner_optimizer import inner_optimizer
 from torchinstruments.records import Evidence, Outcome
 
-__all__ = ["KnownOptimizer", "OptimizerWatch", "StepListener", "first_lr"]
+__all__ = ["KnownOptimizer", "OptimizerWatch", "StepListener", "first_lr", "unwrapped"]
 
 
 class StepListener(Protocol):
@@ -104,7 +108,7 @@ class OptimizerWatch:
         self,
         clock: StepClock,
         parameters: Callable[[], Iterable[torch.Tensor]],
-        only: Optimizer | None = None,
+        only: Optimizer | Sequence[Optimizer] | None = None,
         *,
         on_error: Callable[[str, BaseException], None] | None = None,
         now: Callable[[], float] = time.perf_counter,
@@ -116,7 +120,7 @@ class OptimizerWatch:
             clock: Receives the events.
             parameters: Returns the model's parameters of the moment. It should not keep the model alive: the
                 hooks are global and live until `detach`.
-            only: The one optimizer that counts, whatever its parameters; None counts those of the model.
+            only: The optimizers that count, whatever their parameters; None counts those of the model.
             on_error: Called with probe and exception for everything that fails inside a hook.
             now: Monotonic seconds, the same clock that the `StepClock` is fed with.
             listener: Told of every step of this model's optimizers, those inside other steps included.
@@ -124,7 +128,7 @@ class OptimizerWatch:
         self.listener = listener
         self._clock = clock
         self._parameters = parameters
-        self._only = weakref.ref(only) if only is not None else None
+        self._only = None if only is None else _references(only)
         self._on_error = on_error
         self._now = now
         self._pid = os.getpid()
@@ -158,11 +162,17 @@ class OptimizerWatch:
         Costs microseconds for one that was seen before (training thread, hot path).
 
         Args:
-            optimizer: Any object; what cannot step a model's parameters is none of its optimizers.
+            optimizer: Any object, a wrapper of an optimizer too; what cannot step a model's parameters is
+                none of its optimizers.
         """
+        entry = self._known.get(id(optimizer))
+        if entry is None or entry.reference() is not optimizer:
+            optimizer = unwrapped(optimizer)
+            if optimizer is None:
+                return None
+            entry = self._known.get(id(optimizer))
         if not isinstance(optimizer, Optimizer):
             return None
-        entry = self._known.get(id(optimizer))
         if entry is None or entry.reference() is not optimizer:
             entry = self._get_to_know(optimizer)
         elif self._only is None:
@@ -185,9 +195,12 @@ class OptimizerWatch:
                 self._clock.step_aborted(self._now())
             if self._outermost is None:
                 self._outermost = _Call(id(caller), caller.f_code, entry.reference)
+            elif not self._clock.is_stepping:
+                # A forward of another thread took the outer step for one that raised: its end tells better.
+                return
             if self.listener is not None:
                 self.listener.step_began(optimizer, has_closure=_has_closure(args, kwargs))
-            self._clock.step_started(entry.key, self._now())
+            self._clock.step_started(entry.key, self._now(), in_backward=_is_in_backward())
         except Exception as error:  # noqa: BLE001
             self._report(error)
 
@@ -237,7 +250,7 @@ class OptimizerWatch:
 
     def _belongs(self, optimizer: Optimizer) -> bool:
         if self._only is not None:
-            return self._only() is optimizer
+            return any(reference() is optimizer for reference in self._only)
         # Tensors compare by value, so membership goes by address; both sides live while it is asked.
         addresses = {id(parameter) for parameter in self._parameters()}
         return any(
@@ -262,6 +275,18 @@ class OptimizerWatch:
             self._on_error("optimizer", error)
 
 
+def unwrapped(optimizer: object) -> Optimizer | None:
+    """Returns the optimizer whose steps torch announces, in whatever wrappers, or None (any thread).
+
+    An optimizer of its own whose step torch never wrapped is returned too, though nobody sees it step.
+
+    Args:
+        optimizer: Any object.
+    """
+    found = inner_optimizer(optimizer)
+    return found if isinstance(found, Optimizer) else None
+
+
 def first_lr(optimizer: object) -> float | None:
     """Returns the learning rate of an optimizer's first group, or None.
 
@@ -278,6 +303,15 @@ def first_lr(optimizer: object) -> float | None:
 def _has_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a step was given a function that runs forwards; its first argument is the optimizer."""
     return callable(args[1] if len(args) > 1 else kwargs.get("closure"))
+
+
+def _references(only: Optimizer | Sequence[Optimizer]) -> tuple[weakref.ref[Optimizer], ...]:
+    named = (only,) if isinstance(only, Optimizer) else only
+    return tuple(weakref.ref(optimizer) for optimizer in named)
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - has no public name
 
 
 def _decides_on_device(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:

@@ -43,7 +43,7 @@ from torchinstruments.sinks.outbox import (
 )
 from torchinstruments.sinks.sink import RankAware, Sink, TelemetrySink
 
-__all__ = ["EXIT_TIMEOUT_S", "THREAD_NAME", "Delivery"]
+__all__ = ["EXIT_TIMEOUT_S", "THREAD_NAME", "Delivery", "others_may_train"]
 
 THREAD_NAME = "torchinstruments-writer"
 
@@ -386,19 +386,24 @@ class Delivery:
 _LIVE: "weakref.WeakSet[Delivery]" = weakref.WeakSet()
 
 
-def _finish_after_main() -> None:
-    """Flushes what is still open when the main thread has ended, and closes it unless others may go on.
-
-    Threads that are no daemons, and those of pools, are waited for only after this; one of them may train.
-    """
-    deadline_s = time.monotonic() + EXIT_TIMEOUT_S
-    others_go_on = any(
+def others_may_train() -> bool:
+    """Returns whether threads that are no daemons go on beside this one (when the main thread has ended)."""
+    return any(
         thread is not threading.main_thread()
         and thread is not threading.current_thread()
         and thread.is_alive()
         and not thread.daemon
         for thread in threading.enumerate()
     )
+
+
+def _finish_after_main() -> None:
+    """Flushes what is still open when the main thread has ended, and closes it unless others may go on.
+
+    Threads that are no daemons, and those of pools, are waited for only after this; one of them may train.
+    """
+    deadline_s = time.monotonic() + EXIT_TIMEOUT_S
+    others_go_on = others_may_train()
     for delivery in list(_LIVE):
         left_s = max(deadline_s - time.monotonic(), 0.0)
         if others_go_on:

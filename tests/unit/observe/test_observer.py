@@ -2,14 +2,19 @@
 
 import copy
 import pickle
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from torchinstruments.errors import ObserverAlreadyAttachedError
+from torchinstruments.config import ErrorPolicy
+from torchinstruments.errors import ConfigurationError, ObserverAlreadyAttachedError
 from torchinstruments.observe.observer import InertObserver, Observer, observer_of
-from torchinstruments.records import Counters
+from torchinstruments.ranks.clock import StepClock
+from torchinstruments.ranks.optimizers import OptimizerWatch
+from torchinstruments.records import Counters, Evidence, Outcome, StepProvenance
 from unit.observe.memory import MemorySession, observe
 
 
@@ -99,3 +104,213 @@ def test_copies_and_pickles_of_an_observer_are_inert(session: MemorySession) -> 
         assert twin.url == "memory://run"
         assert twin.close()
     assert session.num_closed == 0
+
+
+class Marked:
+    """A model in training whose program marks its steps.
+
+    Args:
+        session: Keeps what is observed.
+        policy: Of errors.
+        observed: Whether it has an observer.
+    """
+
+    def __init__(
+        self, session: MemorySession, policy: ErrorPolicy = ErrorPolicy.WARN, *, observed: bool = True
+    ) -> None:
+        self.model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.session = session
+        clock = StepClock()
+        watch = OptimizerWatch(clock, self.model.parameters)
+        self.observer: Observer = InertObserver()
+        if observed:
+            self.observer = observe(self.model, session, policy=policy, clock=clock, companions=(watch,))
+
+    def micro_step(self, *, step: bool = True) -> None:
+        """A forward, a backward, and the optimizer's step."""
+        self.model(torch.randn(4, 2)).sum().backward()
+        if step:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def blocks(self, times: int = 1, *, error: BaseException | None = None, **numbers: Any) -> None:
+        """Micro-steps in blocks of their own; one that is to raise does so in place of its step."""
+        for _ in range(times):
+            with self.observer.step(**numbers):
+                self.micro_step(step=error is None)
+                if error is not None:
+                    raise error
+
+    def nested_blocks(self) -> None:
+        """Two blocks with two blocks inside each."""
+        for number in range(2):
+            with self.observer.step(number):
+                for inner in (10, 11):
+                    with self.observer.step(inner):
+                        self.micro_step(step=inner == 11)
+
+    def block_that_fails_late(self) -> None:
+        """A block that raises after its step."""
+        with self.observer.step():
+            self.micro_step()
+            raise ValueError("late")
+
+    def notices(self) -> list[str]:
+        """What was told of the marks."""
+        return [error.message for error in self.session.errors if error.probe == "step"]
+
+
+def test_a_block_groups_its_forwards_and_names_its_step(session: MemorySession) -> None:
+    """Four forwards, one evaluation and one step are one attempt with the caller's numbers."""
+    marked = Marked(session)
+    for number in (100, 101):
+        with marked.observer.step(global_step=number, micro_batches=3):
+            with torch.no_grad():
+                marked.model(torch.ones(1, 2))
+            for last in (False, False, True):
+                marked.micro_step(step=last)
+    marked.observer.close()
+    positions = [sample.position for sample in session.samples() if sample.backward_index is None]
+    assert [(p.attempt, p.forward_in_attempt, p.micro_batch) for p in positions] == [
+        (attempt, ordinal, None if ordinal == 0 else ordinal - 1)
+        for attempt in (0, 1)
+        for ordinal in range(4)
+    ]
+    assert {p.step_provenance for p in positions} == {StepProvenance.EXPLICIT}
+    assert [
+        (a.attempt, a.global_step, a.micro_batches, a.micro_batches_declared, a.outcome, a.evidence)
+        for a in session.attempts
+    ] == [
+        (0, 100, 3, 3, Outcome.APPLIED, Evidence.OPTIMIZER_HOOK),
+        (1, 101, 3, 3, Outcome.APPLIED, Evidence.OPTIMIZER_HOOK),
+    ]
+    assert marked.notices() == []
+
+
+def test_a_disagreement_between_declared_and_seen_is_in_every_row_and_told_once(
+    session: MemorySession,
+) -> None:
+    """With both numbers, as a warning."""
+    marked = Marked(session)
+    with pytest.warns(RuntimeWarning, match=r"declared micro_batches=4 and ran 1 with gradients") as caught:
+        marked.blocks(3, global_step=0, micro_batches=4)
+    assert len(caught) == 1
+    assert [(a.micro_batches, a.micro_batches_declared) for a in session.attempts] == [(1, 4)] * 3
+    (notice,) = marked.notices()
+    assert "attempt 0, global_step 0" in notice
+
+
+def test_an_exception_leaves_its_block_abandoned_and_goes_on_untouched(session: MemorySession) -> None:
+    """The same object comes out; a step that happened before it stays applied."""
+    marked = Marked(session)
+    for error in (ValueError("nan"), StopIteration(), KeyboardInterrupt()):
+        with pytest.raises(type(error)) as caught:
+            marked.blocks(error=error, global_step=7, micro_batches=9)
+        assert caught.value is error
+    with pytest.raises(ValueError, match="late"):
+        marked.block_that_fails_late()
+    assert [(a.global_step, a.optimizer, a.outcome, a.evidence) for a in session.attempts] == [
+        *[(7, -1, Outcome.ABANDONED, Evidence.EXPLICIT)] * 3,
+        (None, 0, Outcome.APPLIED, Evidence.OPTIMIZER_HOOK),
+    ]
+    assert marked.notices() == []
+
+
+def test_a_block_inside_another_one_is_ignored_and_told_once(session: MemorySession) -> None:
+    """The outer attempt goes on to its end."""
+    marked = Marked(session)
+    with pytest.warns(RuntimeWarning, match="inside another one") as caught:
+        marked.nested_blocks()
+    assert len(caught) == 1
+    assert [(a.attempt, a.global_step, a.micro_batches) for a in session.attempts] == [(0, 0, 2), (1, 1, 2)]
+
+
+def test_steps_beyond_a_block_are_told_at_the_end(session: MemorySession) -> None:
+    """They have no row; a program that steps before its first forward is not meant."""
+    marked = Marked(session)
+    marked.optimizer.step()
+    with marked.observer.step():
+        marked.micro_step(step=False)
+    marked.optimizer.step()
+    with pytest.warns(RuntimeWarning, match=r"1 step of optimizers came after a block"):
+        marked.observer.close()
+
+
+def test_several_steps_with_forwards_between_them_in_a_block_are_no_bypass(session: MemorySession) -> None:
+    """In an inferred window, a second step of an optimizer came without a forward; in a block it need not."""
+    marked = Marked(session)
+    with marked.observer.step():
+        marked.micro_step()
+        marked.micro_step()
+    with marked.observer.step():
+        marked.micro_step()
+        marked.micro_step()
+        marked.observer.close()
+    assert [(a.attempt, a.optimizer_attempt) for a in session.attempts] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    assert session.errors == []
+
+
+UNUSABLE: list[tuple[dict[str, Any], str]] = [
+    ({"global_step": -1}, r"step\(global_step=...\) was given -1"),
+    ({"global_step": True}, r"was given True"),
+    ({"global_step": 1.0}, r"was given 1.0"),
+    ({"global_step": 2**63}, r"give an int from 0 to"),
+    ({"global_step": torch.tensor(3)}, r"of type Tensor.*reading a tensor would wait for its device"),
+    ({"micro_batches": 0}, r"step\(micro_batches=...\) was given 0, .* from 1 to"),
+    ({"micro_batches": "4"}, r"was given '4'"),
+]
+
+
+@pytest.mark.parametrize(("numbers", "message"), UNUSABLE)
+def test_a_number_that_cannot_be_used_is_left_out_and_told_once(
+    session: MemorySession, numbers: dict[str, Any], message: str
+) -> None:
+    """Training goes on; with error_policy="raise" the call says so."""
+    marked = Marked(session)
+    with pytest.warns(RuntimeWarning, match=message) as caught:
+        marked.blocks(2, **numbers)
+    assert len(caught) == 1
+    assert [(a.global_step, a.micro_batches_declared) for a in session.attempts] == [(None, None)] * 2
+    strict = Marked(MemorySession(), ErrorPolicy.RAISE)
+    with pytest.raises(ConfigurationError, match=message):
+        strict.observer.step(**numbers)
+
+
+def test_integers_of_numpy_are_numbers_too(session: MemorySession) -> None:
+    """They lie on the host."""
+    marked = Marked(session)
+    with marked.observer.step(np.int64(5), np.int32(1)):  # pyrefly: ignore
+        marked.micro_step()
+    (record,) = session.attempts
+    assert (type(record.global_step), record.global_step, record.micro_batches_declared) == (int, 5, 1)
+
+
+def test_a_block_of_an_observer_that_does_not_observe_does_nothing(session: MemorySession) -> None:
+    """Inert, closed, or on a rank that turns out not to observe; whatever its numbers."""
+    with InertObserver().step(global_step=-5, micro_batches=0):
+        pass
+    marked = Marked(session)
+    block = marked.observer.step(1)
+    marked.observer.close()
+    with block, marked.observer.step(2):
+        marked.micro_step()
+    away = Marked(MemorySession(begins=False))
+    with away.observer.step(3):
+        away.micro_step()
+    assert session.attempts == away.session.attempts == []
+
+
+def test_training_in_blocks_is_bit_identical(session: MemorySession) -> None:
+    """Parameters, gradients and random state after ten steps, with and without an observer."""
+    left = []
+    for observed in (False, True):
+        torch.manual_seed(3)
+        marked = Marked(session, observed=observed)
+        for number in range(10):
+            with marked.observer.step(number, 2):
+                marked.micro_step(step=False)
+                marked.micro_step()
+        left.append([*marked.model.state_dict().values(), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))
+    assert len(session.attempts) == 10

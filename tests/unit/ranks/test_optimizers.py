@@ -3,25 +3,28 @@
 import contextlib
 import gc
 import os
+import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
-from torch.optim import LBFGS, SGD, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, AdamW, Muon, Optimizer
 from torch.optim import optimizer as torch_optimizer
 from typing_extensions import override
 
 from torchinstruments.ranks.clock import StepClock
-from torchinstruments.ranks.optimizers import OptimizerWatch, first_lr
+from torchinstruments.ranks.optimizers import OptimizerWatch, first_lr, unwrapped
 from torchinstruments.records import Evidence, GradSync, Outcome
 
 
 class _Training:
     """A model whose root forwards and optimizers feed a clock."""
 
-    def __init__(self, only=None):
-        self.model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    def __init__(self, only=None, model=None):
+        self.model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)) if model is None else model
         self.errors = []
         self.now = 0.0
         self.clock = StepClock()
@@ -345,3 +348,168 @@ def test_a_compiled_step_works_with_the_hooks_attached(training):
         for old, new in zip(before, training.model.parameters(), strict=True)
     )
     assert training.errors == []
+
+
+def test_muon_for_matrices_and_adamw_for_the_rest_are_two_records_of_one_attempt(training):
+    """The usual pair: each has its own ordinal, learning rate and time."""
+    parameters = list(training.model.parameters())
+    matrices = Muon([one for one in parameters if one.ndim == 2], lr=0.02)
+    rest = AdamW([one for one in parameters if one.ndim != 2], lr=0.001)
+    for _ in range(2):
+        training.forward().backward()
+        matrices.step()
+        rest.step()
+    training.close()
+    assert [(r.attempt, r.optimizer, r.optimizer_attempt, r.lr) for r in training.records] == [
+        (0, 0, 0, 0.02),
+        (0, 1, 0, 0.001),
+        (1, 0, 1, 0.02),
+        (1, 1, 1, 0.001),
+    ]
+
+
+def test_optimizers_that_step_inside_the_backward_are_steps_of_its_window(training):
+    """A small optimizer a parameter, stepped by the hook of its gradient, on an autograd thread or not."""
+    optimizers = {}
+
+    def step_at_once(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in training.model.parameters():
+        optimizers[parameter] = SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(step_at_once)
+    for _ in range(3):
+        training.forward().backward()
+    training.close()
+    assert [(r.attempt, r.optimizer_attempt, r.outcome) for r in training.records] == [
+        (attempt, attempt, Outcome.APPLIED) for attempt in range(3) for _ in range(4)
+    ]
+    assert sorted({r.optimizer for r in training.records}) == [0, 1, 2, 3]
+    assert all(r.backward_s == 4.0 for r in training.records)
+
+
+def test_two_models_with_an_optimizer_each_count_their_own(training):
+    """Both watches hear of every step in the process."""
+    other = _Training()
+    mine, theirs = (SGD(one.model.parameters(), lr=1.0) for one in (training, other))
+    for _ in range(2):
+        training.forward().backward()
+        mine.step()
+    other.forward().backward()
+    theirs.step()
+    training.close()
+    other.close()
+    assert training.outcomes == [(0, 0, 0, Outcome.APPLIED), (1, 0, 1, Outcome.APPLIED)]
+    assert other.outcomes == [(0, 0, 0, Outcome.APPLIED)]
+
+
+def test_an_optimizer_over_the_parameters_of_both_models_is_each_ones(training):
+    """Its step ends an attempt of the one and of the other."""
+    other = _Training()
+    both = SGD([*training.model.parameters(), *other.model.parameters()], lr=1.0)
+    for _ in range(2):
+        (training.forward() + other.forward()).backward()
+        both.step()
+    training.close()
+    other.close()
+    assert training.outcomes == other.outcomes == [(0, 0, 0, Outcome.APPLIED), (1, 0, 1, Outcome.APPLIED)]
+
+
+def test_a_step_in_another_thread_counts_though_the_model_is_called_meanwhile(training):
+    """It is not on the stack of the thread that asks, which looked like an exception at first."""
+    stepping, evaluated = threading.Event(), threading.Event()
+
+    class _Slow(SGD):
+        @override
+        def step(self, closure=None):
+            stepping.set()
+            assert evaluated.wait(20.0)
+            return super().step(closure)
+
+    optimizer = _Slow(training.model.parameters(), lr=0.5)
+    training.forward().backward()
+    thread = threading.Thread(target=optimizer.step)
+    thread.start()
+    assert stepping.wait(20.0)
+    started = training.clock.forward_started(grad_enabled=False, now_s=training.tick(), now_us=0)
+    training.clock.forward_ended(training.tick(), GradSync.NOT_DISTRIBUTED, started.position)
+    evaluated.set()
+    thread.join()
+    training.close()
+    assert [(r.attempt, r.outcome, r.lr) for r in training.records] == [(0, Outcome.APPLIED, 0.5)]
+
+
+class _Accelerated(Optimizer):
+    """Built as Accelerate's wrapper is: an optimizer by name that torch never set up, around a real one."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    @override
+    def param_groups(self):  # pyrefly: ignore
+        return self.optimizer.param_groups
+
+    @override
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+class _EngineOptimizer:
+    """Built as DeepSpeed's is: no optimizer to torch, with parameters of its own in the one it holds."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        self.optimizer.step()
+
+
+def test_wrappers_are_seen_through_to_the_optimizer_that_torch_knows():
+    """However many there are; an optimizer whose step torch announces is the end."""
+    inner = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    for wrapper in (_Accelerated(inner), _EngineOptimizer(inner), _Accelerated(_EngineOptimizer(inner))):
+        assert unwrapped(wrapper) is inner
+    assert unwrapped(inner) is inner
+    assert unwrapped(nn.Linear(1, 1)) is None
+    loop = _EngineOptimizer(None)
+    loop.optimizer = loop
+    assert unwrapped(loop) is None
+
+
+def test_lightnings_optimizer_is_seen_through():
+    """It has the class of what it wraps, and a step of its own."""
+    inner = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    wrapper: Any = LightningOptimizer(inner)
+    assert isinstance(wrapper, SGD)
+    assert unwrapped(wrapper) is inner
+
+
+def test_a_wrapper_that_steps_counts_as_the_optimizer_inside(training):
+    """Also where it is named, and where a scaler asks for it."""
+    inner = SGD(training.model.parameters(), lr=1.0)
+    wrapper = _Accelerated(inner)
+    named = OptimizerWatch(StepClock(), lambda: (), unwrapped(wrapper))
+    for _ in range(2):
+        training.forward().backward()
+        wrapper.step()
+    assert training.watch.known(wrapper) is training.watch.known(inner)
+    assert training.watch.known(inner) is not None
+    assert named.known(wrapper) is not None
+    assert named.known(SGD([nn.Parameter(torch.zeros(1))], lr=1.0)) is None
+    training.close()
+    assert training.outcomes == [(0, 0, 0, Outcome.APPLIED), (1, 0, 1, Outcome.APPLIED)]
+
+
+def test_several_named_optimizers_count_and_no_other_one():
+    """Whatever their parameters."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    named = [SGD([nn.Parameter(torch.zeros(3))], lr=lr) for lr in (0.25, 0.5)]
+    training = _Training(only=named, model=model)
+    other = SGD(model.parameters(), lr=1.0)
+    training.forward().backward()
+    for optimizer in (*named, other):
+        optimizer.step()
+    training.close()
+    assert [(r.optimizer, r.lr) for r in training.records] == [(0, 0.25), (1, 0.5)]

@@ -1,0 +1,126 @@
+"""How the time of a window divides into gap, forward, backward and optimizer: no moment is in two of them.
+
+``forward`` sums root forwards; ``backward`` runs from the end of a forward to the end of its backward where
+that was observed, else to the next forward or step; a step's own time leaves out what a closure's forwards
+and observed backwards took; ``gap`` runs from the end of the last window's last step, or of the evaluation
+after it, to the first forward.
+
+Moments are seconds of one monotonic clock. What runs in another thread at the same time as something else
+counts once, and some of it not at all.
+"""
+
+from torchinstruments.ranks.stepping import RunningStep
+from torchinstruments.ranks.window import Phase, Span, Window
+
+__all__ = ["PhaseTimer"]
+
+
+class PhaseTimer:
+    """Turns the moments of events into a window's phases. Pure, and part of a `ranks.clock.StepClock`.
+
+    ``running`` is everywhere the outermost step that runs, whose time no forward or backward inside it is.
+
+    Args:
+        keeps_spans: Whether phases keep their moments, for a device that measures them again.
+    """
+
+    def __init__(self, *, keeps_spans: bool) -> None:
+        self._keeps_spans = keeps_spans
+        self._forward_began_s: float | None = None
+        self._waits_for_backward_since_s: float | None = None
+        self._stepped_in_backward = False
+        self._last_event_s = 0.0
+        self._last_end_s: float | None = None
+
+    def phase(self) -> Phase:
+        """Returns a phase of which nothing has passed (training thread, hot path)."""
+        return Phase(spans=[]) if self._keeps_spans else Phase()
+
+    def gap(self, begin_s: float) -> Span | None:
+        """Returns the gap before a window; None before the first one (training thread, hot path)."""
+        return None if self._last_end_s is None else (self._last_end_s, begin_s)
+
+    def passed(self, now_s: float) -> None:
+        """Takes a moment before which the next backward cannot have begun (training thread, hot path)."""
+        self._last_event_s = now_s
+        self._stepped_in_backward = False
+
+    def boundary_entered(self, now_s: float) -> None:
+        """Takes that the program opens a window, in which nothing runs yet (training thread, hot path)."""
+        self.passed(now_s)
+        # A forward that runs outside any window, in another thread, is in the gap before this one.
+        self._forward_began_s = None
+
+    def forward_began(self, now_s: float) -> None:
+        """Takes the begin of a root forward (training thread, hot path)."""
+        self._last_event_s = now_s
+        self._forward_began_s = now_s
+        self._stepped_in_backward = False
+
+    def forward_ended(
+        self, now_s: float, window: Window | None, running: RunningStep | None, *, awaits_backward: bool
+    ) -> bool:
+        """Takes the end of a root forward; returns whether one had begun (training thread, hot path)."""
+        began_s, self._forward_began_s = self._forward_began_s, None
+        self._last_event_s = now_s
+        if window is not None:
+            if began_s is not None:
+                window.forward.add(began_s, now_s)
+                if running is not None:
+                    running.inner.add(began_s, now_s)
+            if awaits_backward:
+                self._waits_for_backward_since_s = now_s
+            if window.end_s is not None:
+                # An evaluation after the step is no part of the gap before the next window.
+                window.end_s = now_s
+        return began_s is not None
+
+    def backward_ended(self, now_s: float, window: Window, running: RunningStep | None) -> None:
+        """Takes the end of a backward (training or autograd thread, hot path)."""
+        if self._forward_began_s is not None:
+            # One inside a forward is that forward's time.
+            return
+        if self._waits_for_backward_since_s is None:
+            # A further backward, of another outstanding forward or of a kept graph.
+            self._waits_for_backward_since_s = self._last_event_s
+        self.settle_backward(now_s, window, running)
+        self._last_event_s = now_s
+        self._stepped_in_backward = False
+        if window.end_s is not None:
+            # An optimizer that steps inside the backward ends before it.
+            window.end_s = now_s
+
+    def settle_backward(self, now_s: float, window: Window | None, running: RunningStep | None) -> None:
+        """Ends a backward whose own end nobody saw (training thread, hot path)."""
+        since_s, self._waits_for_backward_since_s = self._waits_for_backward_since_s, None
+        if since_s is not None and window is not None:
+            window.backward.add(since_s, now_s)
+            if running is not None:
+                running.inner.add(since_s, now_s)
+
+    def step_began(self, now_s: float, window: Window | None, *, in_backward: bool) -> None:
+        """Takes the begin of an outermost step (training or autograd thread, hot path)."""
+        if in_backward and self._stepped_in_backward and self._waits_for_backward_since_s is None:
+            # Between two optimizers that step inside one backward there is nothing but that backward.
+            self._waits_for_backward_since_s = self._last_event_s
+        self.settle_backward(now_s, window, None)
+        self._last_event_s = now_s
+
+    def step_ended(self, *, in_backward: bool) -> None:
+        """Takes the end of a step that ran, before `stepped` (training or autograd thread, hot path)."""
+        # A closure's backward that nobody saw cannot be told from the step itself.
+        self._waits_for_backward_since_s = None
+        self._stepped_in_backward = in_backward
+
+    def stepped(self, now_s: float, window: Window | None) -> None:
+        """Takes when a step, or what stands for one, was over (training or autograd thread, hot path)."""
+        self._last_event_s = now_s
+        if window is not None:
+            window.end_s = now_s
+
+    def window_closed(self, window: Window) -> None:
+        """Takes that a window is over (training thread, hot path)."""
+        self._last_end_s = window.end_s if window.end_s is not None else self._last_event_s
+        self._forward_began_s = None
+        self._waits_for_backward_since_s = None
+        self._stepped_in_backward = False

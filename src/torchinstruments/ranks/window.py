@@ -1,0 +1,219 @@
+"""The open attempt: what is counted of it, how its time divides into phases, and the records it ends as.
+
+A moment is a number of seconds of one monotonic clock. On an accelerator it is a `float` that also carries a
+mark of the device (`ranks.device_times`); nothing here knows that, but a window can keep the moments between
+which its phases ran, so that they are measured again by the device's own clock.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from torchinstruments.records import (
+    Amendment,
+    AttemptRecord,
+    ClosedAttempt,
+    Evidence,
+    GradSync,
+    Outcome,
+    Position,
+    StepProvenance,
+)
+
+__all__ = ["MAX_SPANS", "DeviceClock", "Phase", "Span", "Spans", "Step", "Window"]
+
+MAX_SPANS = 4_096
+"""Spans whose moments a window keeps; one with more has the host's times."""
+
+Span: TypeAlias = tuple[float, float]
+"""The moments at which something began and ended."""
+
+
+@dataclass(slots=True)
+class Phase:
+    """Time in one phase of a window.
+
+    Attributes:
+        seconds: Of the host's clock.
+        spans: Its parts; None where they are not kept.
+    """
+
+    seconds: float = 0.0
+    spans: list[Span] | None = None
+
+    def add(self, begin_s: float, end_s: float) -> None:
+        """Adds the time between two moments (training thread, hot path)."""
+        if end_s > begin_s:
+            self.seconds += end_s - begin_s
+        if self.spans is not None and len(self.spans) <= MAX_SPANS:
+            self.spans.append((begin_s, end_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """The moments of one attempt's phases.
+
+    Attributes:
+        gap: From the end of the attempt before to this one's first forward; None for the first attempt.
+        forward: Of its forwards.
+        backward: Of its backwards.
+        step: Of the step; None where none ran.
+        inside_step: Forwards and backwards inside the step, which are no part of its time.
+    """
+
+    gap: Span | None
+    forward: Sequence[Span]
+    backward: Sequence[Span]
+    step: Span | None
+    inside_step: Sequence[Span]
+
+
+class DeviceClock(Protocol):
+    """Measures spans whose moments carry marks of a device: `ranks.device_times.DeviceTimes`."""
+
+    def amendments(self, attempts: Sequence[Spans]) -> Sequence[Amendment]:
+        """Returns for each record of a window what brings its times (training thread, hot path)."""
+        ...
+
+
+@dataclass(slots=True)
+class Step:
+    """One step of one optimizer in a window, not yet told.
+
+    Attributes:
+        key: Names the optimizer.
+        optimizer: Ordinal of the optimizer.
+        optimizer_attempt: Ordinal of this try among those of the optimizer.
+        outcome: What became of it.
+        evidence: What that rests on.
+        time: What the step itself took.
+        lr: Learning rate of the first group, where it is known.
+        found_inf: What the scaler found, where it is known.
+        aborted: Whether it seems to have been left by an exception.
+        amendment: Brings what only the device knows of it.
+        span: From its begin to its end; None where none was seen to run.
+        inside: What ran inside it and is none of its time.
+    """
+
+    key: int
+    optimizer: int
+    optimizer_attempt: int
+    outcome: Outcome
+    evidence: Evidence
+    optimizer_s: float = 0.0
+    lr: float | None = None
+    found_inf: float | None = None
+    aborted: bool = False
+    amendment: Amendment | None = None
+    span: Span | None = None
+    inside: Sequence[Span] = ()
+
+
+@dataclass(slots=True)
+class Window:
+    """An attempt that is open.
+
+    Attributes:
+        attempt: Its number.
+        first_forward_index: Of its first root forward, or of the next one while it has none.
+        started_at_us: When its first forward began, or the window itself where it has none.
+        gap: From the end of the attempt before to its begin; None for the first attempt.
+        explicit: Whether the program says where it begins and ends.
+        has_begun: Whether a forward, backward or step was seen in it; inferred ones begin with a forward.
+        global_step: The caller's number.
+        micro_batches_declared: The caller's number.
+        forwards: Root forwards so far.
+        micro_batches: Those with gradients enabled.
+        micro_batches_synced: Those of them whose gradients are synchronised.
+        last_sync: What became of the last one's.
+        forward: Time in root forwards.
+        backward: Time in backwards.
+        steps: Its steps, in the order of their ends.
+        end_s: When its last step, or what came after it, was over; None before the first step.
+    """
+
+    attempt: int
+    first_forward_index: int
+    started_at_us: int
+    gap: Span | None
+    explicit: bool = False
+    has_begun: bool = True
+    global_step: int | None = None
+    micro_batches_declared: int | None = None
+    forwards: int = 0
+    micro_batches: int = 0
+    micro_batches_synced: int = 0
+    last_sync: GradSync = GradSync.UNKNOWN
+    last_forward_index: int = -1
+    forward: Phase = field(default_factory=Phase)
+    backward: Phase = field(default_factory=Phase)
+    steps: list[Step] = field(default_factory=list)
+    end_s: float | None = None
+
+    def place(self, index: int, *, grad_enabled: bool, provenance: StepProvenance) -> Position:
+        """Counts a root forward that begins in it (training thread, hot path)."""
+        ordinal = self.forwards
+        self.forwards += 1
+        self.last_forward_index = index
+        micro_batch = None
+        if grad_enabled:
+            micro_batch = self.micro_batches
+            self.micro_batches += 1
+            self.last_sync = GradSync.UNKNOWN
+        return Position(self.attempt, ordinal, micro_batch, index, grad_enabled, provenance)
+
+    def synchronised(self, grad_sync: GradSync, micro_batch: int) -> None:
+        """Takes what becomes of a micro-batch's gradients (training thread, hot path, at a forward's end)."""
+        self.micro_batches_synced += grad_sync is GradSync.SYNCED
+        if micro_batch == self.micro_batches - 1:
+            self.last_sync = grad_sync
+
+    def last_step(self, key: int) -> Step | None:
+        """Returns the last step of an optimizer in it."""
+        for step in reversed(self.steps):
+            if step.key == key:
+                return step
+        return None
+
+    def records(self, stepless: Step, device: DeviceClock | None) -> tuple[ClosedAttempt, ...]:
+        """Returns its records: one a step, or one that says that there was none (training thread, hot path).
+
+        Args:
+            stepless: Stands for the steps where there are none.
+            device: Measures its times again.
+        """
+        steps = self.steps or [stepless]
+        amendments = [() if step.amendment is None else (step.amendment,) for step in steps]
+        if device is not None:
+            times = device.amendments([self._spans(step) for step in steps])
+            amendments = [(time, *more) for time, more in zip(times, amendments, strict=True)]
+        return tuple(
+            [ClosedAttempt(self._record(step), more) for step, more in zip(steps, amendments, strict=True)]
+        )
+
+    def _record(self, step: Step) -> AttemptRecord:
+        gap = self.gap
+        return AttemptRecord(
+            attempt=self.attempt,
+            optimizer=step.optimizer,
+            optimizer_attempt=step.optimizer_attempt,
+            first_forward_index=self.first_forward_index,
+            last_forward_index=self.last_forward_index if self.forwards else self.first_forward_index - 1,
+            micro_batches=self.micro_batches,
+            micro_batches_synced=self.micro_batches_synced,
+            last_micro_batch_sync=self.last_sync,
+            outcome=step.outcome,
+            evidence=step.evidence,
+            started_at_us=self.started_at_us,
+            gap_s=0.0 if gap is None else max(0.0, gap[1] - gap[0]),
+            forward_s=self.forward.seconds,
+            backward_s=self.backward.seconds,
+            optimizer_s=step.optimizer_s,
+            global_step=self.global_step,
+            micro_batches_declared=self.micro_batches_declared,
+            found_inf=step.found_inf,
+            lr=step.lr,
+        )
+
+    def _spans(self, step: Step) -> Spans:
+        return Spans(self.gap, self.forward.spans or (), self.backward.spans or (), step.span, step.inside)
