@@ -18,6 +18,7 @@ from torchinstruments import environment
 from torchinstruments.config import UNSET, ErrorPolicy, HistoryConfig, RankPolicy, Unset
 from torchinstruments.enrolment import Destination, RunPlan
 from torchinstruments.errors import ConfigurationError
+from torchinstruments.observe.aligned import AlignedSampler
 from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.focus import select_focus
 from torchinstruments.observe.observer import InertObserver, Observer, observer_of, refuse_second
@@ -163,6 +164,7 @@ def inject_observer(
     focus = select_focus(layers, histogram_selector, max_histogram_modules, keep_selector_error)
     if environment.is_disabled():
         return _attach_inert(model, destination.url)
+    aligned = AlignedSampler(chosen_sampler) if type(chosen_sampler) is TimedSampler else None
     session = RunSession(
         process=new_process_id(),
         device=_device_of(model),
@@ -178,8 +180,9 @@ def inject_observer(
         error_policy=errors,
         channel=str(next(_channels)),
         sinks=others,
+        aligned=aligned,
     )
-    session.open()
+    is_open = session.open()
     if not session.observing:
         return _attach_inert(model, session.url)
     return _attach(
@@ -195,6 +198,7 @@ def inject_observer(
         focus=focus if chosen_histograms else frozenset(),
         selector=chosen_selector,
         capture_direct_forwards=capture_direct_forwards,
+        aligned=aligned if session.world_size > 1 or not is_open else None,
     )
 
 
@@ -238,6 +242,7 @@ def _attach(
     focus: frozenset[int],
     selector: Selector,
     capture_direct_forwards: bool,
+    aligned: AlignedSampler | None,
 ) -> Observer:
     model_ref = weakref.ref(model)
 
@@ -264,6 +269,7 @@ def _attach(
         focus=focus,
         selector=selector,
         capture_direct_forwards=capture_direct_forwards,
+        aligned=aligned,
     )
     session.count_with(probe.counters)
     observer = Observer(probe)

@@ -605,7 +605,7 @@ class ErrorRecord:
 
     Attributes:
         probe: ``sampler``, ``selector``, ``reducer``, ``forward``, ``gradient``, ``optimizer``,
-            ``loss_scale``, ``histogram``, ``sink`` or ``storage``.
+            ``loss_scale``, ``histogram``, ``sink``, ``alignment`` or ``storage``.
         module: Layer, where there is one.
         type: Class name of the exception.
         message: Its text, at most 500 characters.

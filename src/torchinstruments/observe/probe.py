@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from torchinstruments.errors import ConfigurationError
+from torchinstruments.observe.aligned import AlignedSampler, Due
 from torchinstruments.observe.bypass import Bypass
 from torchinstruments.observe.calls import RootCall, RunningCalls
 from torchinstruments.observe.capture import SampledForward
@@ -42,7 +43,7 @@ from torchinstruments.observe.slots import RootSlot, is_slot_free
 from torchinstruments.observe.stack import num_calls
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.grad_sync import read_grad_sync
-from torchinstruments.records import ClosedAttempt, Position, SampleState, ScaleProvenance
+from torchinstruments.records import ClosedAttempt, GradSync, Position, SampleState, ScaleProvenance
 from torchinstruments.statistics.foreign import foreign_code
 from torchinstruments.statistics.histograms import HistogramReducer
 from torchinstruments.statistics.reducers import Reducer
@@ -72,6 +73,7 @@ class RootProbe:
         selector: Asked again where modules of the model were replaced; None only reports that.
         capture_direct_forwards: Whether ``module.forward(x)`` of the model and of selected layers is observed
             like ``module(x)``.
+        aligned: Asked in place of the sampler, where ranks measure the same forwards by time.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class RootProbe:
         focus: frozenset[int] = frozenset(),
         selector: Selector | None = None,
         capture_direct_forwards: bool = False,
+        aligned: AlignedSampler | None = None,
     ) -> None:
         self.session = session
         self.faults = faults
@@ -104,6 +107,7 @@ class RootProbe:
         self._root_layer = self._layers.root
         self._sampler = sampler
         self._sampler_is_own = is_own(sampler)
+        self._aligned = aligned
         self._clock = clock
         self._companions = tuple(companions)
         self._selector_errors = tuple(selector_errors)
@@ -206,6 +210,8 @@ class RootProbe:
                 "the observer was removed while a sampled forward ran, which therefore counts as missed",
             )
         if self._has_begun:
+            if self._aligned is not None:
+                self._miss_planned(self._aligned.finish())
             self._put_attempts(self._clock.close(time.perf_counter()))
             if self._clock.num_dropped_steps:
                 dropped = f"{self._clock.num_dropped_steps} steps in one attempt were more than are kept"
@@ -217,6 +223,8 @@ class RootProbe:
         """Makes it do nothing for ever (in a forked child, before anything else runs there)."""
         # A thread of the parent may hold the lock, and is not there to release it.
         self._lock = threading.RLock()
+        if self._aligned is not None:
+            self._aligned.disarm()
         self._counts.disarm()
         self._is_armed = False
         self._is_finished = True
@@ -315,11 +323,19 @@ class RootProbe:
             self._put_attempts(started.closed)
         call = RootCall(read_grad_sync(module, grad_enabled, self.session.world_size), sys.exception())
         self._calls.begin(call)
-        if self._num_paused == 0 and self._is_chosen(started.position):
+        if self._is_chosen(started.position, started_us):
             self._sample(call, module, started.position, started_us)
 
-    def _is_chosen(self, position: Position) -> bool:
+    def _is_chosen(self, position: Position, started_us: int) -> bool:
         """Asks the sampler; one that raises did not choose."""
+        if self._aligned is not None:
+            due = self._aligned.forward_started(
+                position, started_at_us=started_us, now_s=time.monotonic(), is_paused=self._num_paused > 0
+            )
+            self._miss_planned(due)
+            return due.sample
+        if self._num_paused > 0:
+            return False
         event = SamplingEvent(
             attempt=position.attempt,
             forward_in_attempt=position.forward_in_attempt,
@@ -397,6 +413,21 @@ class RootProbe:
             gradients.forward_ended(delivery.facts)
         if self._layers.catalog.fired(sampled.order, time.monotonic()):
             self.tell_catalog()
+
+    def _miss_planned(self, due: Due) -> None:
+        """Delivers what other ranks measure and this one did not (training thread, hot path)."""
+        for place in due.missed:
+            facts = SampleFacts(
+                next(self._ordinals),
+                place.position,
+                place.started_at_us,
+                GradSync.UNKNOWN,
+                len(self._layers.current),
+                0,
+            )
+            self._miss(facts)
+        if due.num_lost:
+            self._counts.add(missed=due.num_lost)
 
     def _miss(self, facts: SampleFacts) -> None:
         """Delivers a sample that could not be taken."""

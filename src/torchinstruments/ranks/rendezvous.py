@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from torchinstruments import environment
-from torchinstruments.ranks.agreement import Follower, Hello, KeyValueStore, Leader, ScopedStore
+from torchinstruments.ranks.agreement import Follower, Hello, KeyValueStore, Leader, ScopedStore, Verdict
 from torchinstruments.records import Claim, Identity, Member
 
 __all__ = ["Agreement", "AgreementService", "StoreConnection", "Timing", "agree", "connect", "kept_run_id"]
@@ -60,6 +60,7 @@ class StoreConnection:
             store: A clone, or a client of our own.
         """
         self._store = store
+        self._there: set[str] = set()
 
     def set(self, key: str, value: bytes) -> None:
         """Writes a key."""
@@ -67,7 +68,12 @@ class StoreConnection:
 
     def get_if_there(self, key: str) -> bytes | None:
         """Returns a key's value, or None where it is missing; a bare ``get`` would wait for it."""
-        return self._store.get(key) if self._store.check([key]) else None
+        if key not in self._there:
+            if not self._store.check([key]):
+                return None
+            # No key is ever deleted, so it need not be asked for again: one round trip a look.
+            self._there.add(key)
+        return self._store.get(key)
 
 
 def connect(identity: Identity, *, timeout_s: float = 5.0) -> KeyValueStore | None:
@@ -119,12 +125,18 @@ class Agreement:
         verified: Whether the claim is this rank's own as leader, or was echoed to it; else it is the
             fallback.
         service: Answers the other ranks in the background, on the leader of several.
+        store: What was agreed over, scoped to this agreement; None where nothing was.
+        leader_process: 8 hex digits of the leader, where the claim is verified over the store.
+        leader_observes: Whether the leader measures its own model.
     """
 
     claim: Claim
     leader: bool
     verified: bool
     service: "AgreementService | None" = None
+    store: KeyValueStore | None = None
+    leader_process: str = ""
+    leader_observes: bool = False
 
 
 def agree(
@@ -173,8 +185,15 @@ def agree(
         echoed = None if me.rank == 0 else _Silence()
     if isinstance(echoed, _Silence):
         return Agreement(fallback(), leader=False, verified=False)
-    if echoed is not None:
-        return Agreement(echoed, leader=False, verified=True)
+    if echoed is not None and echoed.claim is not None:
+        return Agreement(
+            echoed.claim,
+            leader=False,
+            verified=True,
+            store=scoped,
+            leader_process=echoed.leader_process,
+            leader_observes=echoed.leader_observes,
+        )
     service = AgreementService(scoped, me, identity.world_size, timing, on_members)
     service.start()
     try:
@@ -183,7 +202,15 @@ def agree(
         service.stop()
         raise
     service.answer(claimed)
-    return Agreement(claimed, leader=True, verified=True, service=service)
+    return Agreement(
+        claimed,
+        leader=True,
+        verified=True,
+        service=service,
+        store=scoped,
+        leader_process=me.process,
+        leader_observes=observing,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +220,7 @@ class _Silence:
 
 def _follow(
     store: KeyValueStore, me: Hello, world_size: int, deadline_s: float, timing: Timing
-) -> Claim | _Silence | None:
+) -> Verdict | _Silence | None:
     """Waits for the echo; None tells this rank to lead."""
     began_s = time.monotonic()
     follower = Follower(
@@ -210,7 +237,7 @@ def _follow(
         now_s = time.monotonic()
         verdict = follower.poll(now_s)
         if verdict.claim is not None:
-            return verdict.claim
+            return verdict
         if verdict.lead:
             return None
         if now_s >= deadline_s:
