@@ -59,8 +59,8 @@ _PASS = Due(sample=False)
 class AlignedSampler:
     """Stands in for a `TimedSampler` where several ranks measure.
 
-    Until `go_alone` or `follow` says what kind of world this is, nothing but the very first forward is chosen,
-    and that only where the sampler begins at once: its ordinal is known to all ranks without a word.
+    Until `go_alone` or `follow` says what kind of world this is, nothing but the very first forward is
+    chosen, and that only where the sampler begins at once: its ordinal is known to all ranks without a word.
 
     Args:
         sampler: As the caller gave it; it tells the interval, and times this rank where it is alone.
@@ -152,7 +152,7 @@ class AlignedSampler:
         return Due(is_wanted and not is_paused, missed.missed, missed.num_lost)
 
     def finish(self) -> Due:
-        """Returns what was heard of after the last forward and lay before it (training thread, at the end)."""
+        """Returns what was heard of after the last forward, and lay before it (training thread)."""
         with self._lock:
             return self._take_over()
 

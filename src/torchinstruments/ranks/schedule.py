@@ -1,9 +1,9 @@
 """Which forwards all ranks measure together, by time: pure state machines without threads, store or clock.
 
-One rank, the *planner*, turns its own deadlines into *targets*: ordinals of attempts at an optimizer step that
-lie so far ahead that every rank hears of them before it comes there. What an ordinal counts is the target's
-unit: attempts; training forwards, where no optimizer was seen to step; or root forwards, where none had
-gradients. All three are counts that every rank makes for itself, so nothing has to be sent but the number.
+One rank, the *planner*, turns its own deadlines into *targets*: ordinals of attempts at an optimizer step
+that lie so far ahead that every rank hears of them before it comes there. What an ordinal counts is the
+target's unit: attempts; training forwards, where no optimizer was seen to step; or root forwards, where
+none had gradients. All three are counts that every rank makes for itself, so nothing has to be sent but the number.
 
 The planner leaves one document in the store: its newest plans, and a beat that moves while it lives. The
 *listeners* look at it once in a while. A listener that hears of nothing new for long goes by its own time.
@@ -142,11 +142,13 @@ def decode_news(raw: bytes | None) -> News | None:
 
 
 def _as_plan(document: object) -> Plan | None:
+    if not isinstance(document, dict):
+        return None
     match document:
-        case {"first": int(first), "unit": str(unit), "targets": list(targets)} if (
-            unit in set(Unit) and targets and all(type(target) is int for target in targets)
-        ):
-            return Plan(first, Unit(unit), tuple(targets))
+        case {"first": int(first), "unit": str(unit), "targets": list(targets)}:
+            ordinals = [target for target in targets if isinstance(target, int)]
+            is_plan = unit in set(Unit) and bool(targets) and len(ordinals) == len(targets)
+            return Plan(first, Unit(unit), tuple(ordinals)) if is_plan else None
         case _:
             return None
 
@@ -189,7 +191,8 @@ class Planner:
             rate.observe(now_s, progress.ordinal(unit))
         unit = progress.unit
         rate = self._rates[unit]
-        if rate.num_looks < 2:  # noqa: PLR2004 - nothing is known of the pace yet
+        if rate.num_looks < 2:
+            # Nothing is known of the pace yet.
             return None
         here = progress.ordinal(unit)
         pending = self._pending[unit]
@@ -238,8 +241,9 @@ class Planner:
 
 
 class _Rate:
-    """How many ordinals a second pass, the fastest of late: a target that is heard too late is worse than
-    one that comes later than planned.
+    """How many ordinals a second pass, the fastest of late.
+
+    A target that is heard of too late is worse than one that comes later than planned.
     """
 
     def __init__(self) -> None:
@@ -291,6 +295,7 @@ class ScheduleListener:
         """
         self._patience_s = patience_s
         self._heard_at_s = now_s
+        self._raw: bytes | None = None
         self._news = News(0, 0)
         self._own_forwards = 0
         self._num_targets = 0
@@ -303,7 +308,8 @@ class ScheduleListener:
             raw: The planner's document as it was found; None where nothing was, or the store did not answer.
             own_forwards: Root forwards that this rank has begun.
         """
-        news = decode_news(raw)
+        news = decode_news(raw) if raw != self._raw else None
+        self._raw = raw
         plans: list[Plan] = []
         num_lost = 0
         if news is not None and news.beat > self._news.beat:
@@ -318,4 +324,3 @@ class ScheduleListener:
                     plans.append(plan)
         is_led = not self._news.ended and now_s - self._heard_at_s < self._patience_s
         return Heard(tuple(plans), num_lost, is_led)
-

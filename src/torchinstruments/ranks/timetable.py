@@ -145,9 +145,7 @@ class Planning:
 class Listening:
     """A listener's part: one `step` a look."""
 
-    def __init__(
-        self, store: KeyValueStore, key: str, paced: Paced, *, now_s: float, pacing: Pacing
-    ) -> None:
+    def __init__(self, store: KeyValueStore, key: str, paced: Paced, *, now_s: float, pacing: Pacing) -> None:
         """Makes a listener that has heard nothing.
 
         Args:
