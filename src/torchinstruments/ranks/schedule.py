@@ -3,7 +3,8 @@
 One rank, the *planner*, turns its own deadlines into *targets*: ordinals of attempts at an optimizer step
 that lie so far ahead that every rank hears of them before it comes there. What an ordinal counts is the
 target's unit: attempts; training forwards, where no optimizer was seen to step; or root forwards, where
-none had gradients. All three are counts that every rank makes for itself, so nothing has to be sent but the number.
+none had gradients. All three are counts that every rank makes for itself, so nothing has to be sent but the
+number.
 
 The planner leaves one document in the store: its newest plans, and a beat that moves while it lives. The
 *listeners* look at it once in a while. A listener that hears of nothing new for long goes by its own time.
