@@ -10,6 +10,7 @@ store of the initialised group is cloned, which opens a connection of its own.
 """
 
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -23,7 +24,17 @@ from torchinstruments import environment
 from torchinstruments.ranks.agreement import Follower, Hello, KeyValueStore, Leader, ScopedStore, Verdict
 from torchinstruments.records import Claim, Identity, Member
 
-__all__ = ["Agreement", "AgreementService", "StoreConnection", "Timing", "agree", "connect", "kept_run_id"]
+__all__ = [
+    "Agreement",
+    "AgreementService",
+    "StoreConnection",
+    "Timing",
+    "agree",
+    "connect",
+    "keep_generation",
+    "kept_generations",
+    "kept_run_id",
+]
 
 _PREFIX = "torchinstruments/1"
 _LAST_LOOKS_S = 0.5
@@ -113,6 +124,44 @@ def kept_run_id(store: KeyValueStore | None, channel: str, make: Callable[[], st
         return made
     except (RuntimeError, ValueError, OSError):
         return make()
+
+
+def kept_generations(store: KeyValueStore | None, channel: str, run_id: str) -> int:
+    """Returns how many generations of a run its leaders have counted in this store (leader, at attach).
+
+    A folder need not know of all of them, for after a restart the leader may be on a host with a folder of
+    its own. Does not raise for the store's sake.
+
+    Args:
+        store: Of `connect`.
+        channel: As given to `agree`.
+        run_id: Of the run.
+    """
+    try:
+        kept = store.get_if_there(_generations_key(channel, run_id)) if store is not None else None
+        return max(0, int(kept)) if kept else 0
+    except (RuntimeError, ValueError, OSError):
+        return 0
+
+
+def keep_generation(store: KeyValueStore | None, channel: str, run_id: str, generation: int) -> None:
+    """Lets the store keep that a generation was counted, for `kept_generations` (leader, at attach).
+
+    Args:
+        store: Of `connect`.
+        channel: As given to `agree`.
+        run_id: Of the run.
+        generation: The one that begins.
+    """
+    if store is None:
+        return
+    # A store that is gone keeps nothing over a restart, and the leader goes on without it.
+    with contextlib.suppress(RuntimeError, ValueError, OSError):
+        store.set(_generations_key(channel, run_id), str(generation + 1).encode("ascii"))
+
+
+def _generations_key(channel: str, run_id: str) -> str:
+    return f"{channel}/generations/{run_id}"
 
 
 @dataclass(frozen=True, slots=True)
