@@ -249,7 +249,12 @@ class RunSession:
         counted = self._source()
         if self._observing and counted.samples == 0 and counted.missed == 0:
             elapsed_s = time.monotonic() - self._attached_s
-            reason = likely_reason(self._plan.sampling, forwards=counted.forwards, elapsed_s=elapsed_s)
+            reason = likely_reason(
+                self._plan.sampling,
+                forwards=counted.forwards,
+                elapsed_s=elapsed_s,
+                agreeing_s=0.0 if self._schedule is None else self._schedule.agreeing_s,
+            )
             self._warn("empty", f"the run has no sample: {reason}")
 
     def finish_enrolment(self, timeout_s: float) -> None:

@@ -197,12 +197,18 @@ class ScheduleThread:
         self._part = part
         self._paced = paced
         self._look_s = pacing.look_s
+        self._agreeing_s = pacing.lead_s + 2 * (1 + _JITTER) * pacing.look_s
         self._on_error = on_error
         # Not the program's random state, which must stay as it is.
         self._random = random.Random()  # noqa: S311 - spreads looks, guards nothing
         self._stopped = threading.Event()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="torchinstruments-schedule", daemon=True)
+
+    @property
+    def agreeing_s(self) -> float:
+        """What the first target takes, however short the interval: two looks at the pace, and the lead."""
+        return self._agreeing_s
 
     def start(self) -> None:
         """Starts it (enrolling thread)."""
