@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchinstruments import EveryNForwardsSampler, inject_observer, remove_observer
+from torchinstruments import EveryNForwardsSampler, api, inject_observer, remove_observer
 from torchinstruments.cli.main import main
 from torchinstruments.ranks import rendezvous
 
@@ -27,6 +27,9 @@ def _train(folder: str, silent_rank: int) -> int:
             observer = inject_observer(
                 model, output_dir=folder, run_id="three", sampler=EveryNForwardsSampler(1)
             )
+        else:
+            # Observers meet by their ordinal in the process, and these processes are used again.
+            next(api._channels)
     finally:
         rendezvous.Timing = timing
     for _ in range(3):
