@@ -353,6 +353,9 @@ class RunSession:
         """Starts the thread that keeps time-based samples at forwards which all ranks have in common."""
         if self._aligned is None:
             return
+        if self._plan.policy.chooses_one:
+            self._aligned.go_alone()
+            return
         self._schedule = schedule(
             self._aligned,
             identity,

@@ -141,15 +141,15 @@ class AlignedSampler:
             is_due = self._advance(position, started_at_us, now_s)
             # This rank's own clock begins with the first forward, though it may never be asked again.
             is_wanted = is_due
-            if not self._is_led or self._num_started == 1:
+            if not is_paused and (not self._is_led or self._num_started == 1):
                 is_wanted = self._own_time_is_over(position, now_s) or is_due
         if is_paused and is_due:
             # Other ranks measure it.
             paused = Place(position, started_at_us)
             return Due(sample=False, missed=(*missed.missed, paused), num_lost=missed.num_lost)
         if missed is _PASS:
-            return _MEASURE if is_wanted and not is_paused else _PASS
-        return Due(is_wanted and not is_paused, missed.missed, missed.num_lost)
+            return _MEASURE if is_wanted else _PASS
+        return Due(is_wanted, missed.missed, missed.num_lost)
 
     def finish(self) -> Due:
         """Returns what was heard of after the last forward, and lay before it (training thread)."""

@@ -33,6 +33,11 @@ class Policy:
         return self.name == RankPolicy.RANK0
 
     @property
+    def chooses_one(self) -> bool:
+        """Whether no more than one rank observes, whatever the world."""
+        return self.alone or len(self.ranks) == 1
+
+    @property
     def first_rank(self) -> int | None:
         """The lowest rank that observes; None where only the user's function knows."""
         if self.chosen_by is not None:

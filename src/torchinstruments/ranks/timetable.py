@@ -222,7 +222,9 @@ class ScheduleThread:
             timeout_s: For which it is waited for.
         """
         self._stopped.set()
-        # In a forked child the thread does not exist.
+        # In a forked child the thread does not exist; and it may be stopped before it ever started.
+        if self._thread.ident is None:
+            return
         if os.getpid() == self._pid and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
         atexit.unregister(self.stop)

@@ -129,6 +129,18 @@ def test_a_planned_forward_in_a_pause_is_missed() -> None:
     assert [position.attempt for position in loop.missed] == [2]
 
 
+def test_alone_a_pause_uses_no_interval_up() -> None:
+    """What fell due in the pause is made up for after it, once."""
+    sampler = make(10.0)
+    sampler.go_alone()
+    loop = Loop(sampler)
+    loop.run(5)
+    loop.run(20, paused=True)
+    loop.run(10)
+    assert loop.measured == [25, 30]
+    assert loop.missed == []
+
+
 @pytest.mark.parametrize("immediate", [False, True])
 def test_at_once_means_the_first_forward_of_all(immediate: bool) -> None:
     """Its place needs no word between the ranks."""

@@ -222,6 +222,18 @@ def test_threads_hear_each_other_and_a_planner_that_stops_says_so() -> None:
     assert errors == []
 
 
+def test_a_thread_that_is_stopped_before_it_starts_ends_at_once() -> None:
+    """As where an observer is closed while its rank still enrols."""
+    store, rank, errors = CountingStore(), Rank(), []
+    thread = _thread(Planning(store, "k", rank, interval_s=60.0, pacing=QUICK), rank, errors)
+    thread.stop()
+    thread.start()
+    thread._thread.join(20)
+    assert not thread._thread.is_alive()
+    assert store.requests["set"] == 1
+    assert errors == []
+
+
 def _identity(rank: int) -> Identity:
     return Identity(rank=rank, world_size=3, local_rank=rank, host="h", process=f"{rank:08x}")
 
