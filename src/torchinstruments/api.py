@@ -21,6 +21,7 @@ from torchinstruments import environment
 from torchinstruments.config import UNSET, ErrorPolicy, HistoryConfig, RankPolicy, Unset
 from torchinstruments.enrolment import Destination, RunPlan
 from torchinstruments.errors import ConfigurationError
+from torchinstruments.observe.aligned import AlignedSampler
 from torchinstruments.observe.applied import StepRelay
 from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.focus import select_focus
@@ -179,6 +180,7 @@ def inject_observer(
     focus = select_focus(layers, histogram_selector, max_histogram_modules, keep_selector_error)
     if environment.is_disabled():
         return _attach_inert(model, destination.url)
+    aligned = AlignedSampler(chosen_sampler) if type(chosen_sampler) is TimedSampler else None
     session = RunSession(
         process=new_process_id(),
         device=_device_of(model),
@@ -194,8 +196,9 @@ def inject_observer(
         error_policy=errors,
         channel=str(next(_channels)),
         sinks=others,
+        aligned=aligned,
     )
-    session.open()
+    is_open = session.open()
     if not session.observing:
         return _attach_inert(model, session.url)
     return _attach(
@@ -214,6 +217,7 @@ def inject_observer(
         capture_direct_forwards=capture_direct_forwards,
         signals=frozenset(chosen_signals),
         fingerprints=fingerprints,
+        aligned=aligned if session.world_size > 1 or not is_open else None,
     )
 
 
@@ -260,6 +264,7 @@ def _attach(
     capture_direct_forwards: bool,
     signals: frozenset[Signal],
     fingerprints: bool,
+    aligned: AlignedSampler | None,
 ) -> Observer:
     model_ref = weakref.ref(model)
 
@@ -302,6 +307,7 @@ def _attach(
         steps=steps,
         fingerprints=fingerprints,
         now=now,
+        aligned=aligned,
     )
     session.finish_with(weakref.WeakMethod(probe.tell_open_attempt))
     session.count_with(probe.counters)

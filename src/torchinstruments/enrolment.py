@@ -21,7 +21,14 @@ from torchinstruments._version import __version__
 from torchinstruments.errors import ConfigurationError, StorageDeniedError, StorageNotFoundError
 from torchinstruments.ranks.identity import configured_run_id
 from torchinstruments.ranks.policy import Policy
-from torchinstruments.ranks.rendezvous import Agreement, agree, connect, kept_run_id
+from torchinstruments.ranks.rendezvous import (
+    Agreement,
+    agree,
+    connect,
+    keep_generation,
+    kept_generations,
+    kept_run_id,
+)
 from torchinstruments.records import Claim, GenerationRecord, Identity, Member, RunRecord
 from torchinstruments.store.claim import (
     SAMPLE_IDS_PER_GENERATION,
@@ -149,6 +156,7 @@ def enrol(
         run_id = destination.run_id or configured_run_id()
         made_here = run_id is None
         run_id = safe_run_id(run_id or kept_run_id(store, channel, _new_run_id))
+        num_kept = kept_generations(store, channel, run_id)
         request = ClaimRequest(
             run=_record(identity, plan, run_id, started_at),
             world_size=identity.world_size,
@@ -156,9 +164,13 @@ def enrol(
             started_at=started_at,
             run_id_is_given=not made_here,
             may_fail=not identity.restart_count,
-            assumed_generation=identity.restart_count or 0,
+            assumed_generation=max(identity.restart_count or 0, num_kept),
+            lowest_generation=num_kept,
         )
-        return claim_in_child(_in_run(destination.url, run_id), destination.storage_options, request)
+        claimed = claim_in_child(_in_run(destination.url, run_id), destination.storage_options, request)
+        if not claimed.failure:
+            keep_generation(store, channel, run_id, claimed.generation)
+        return claimed
 
     def fallback() -> Claim:
         # The leader, when it comes, takes the id that the store keeps, so that all rows belong together.

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 
 from torchinstruments.config import ErrorPolicy, HistoryConfig
 from torchinstruments.enrolment import (
@@ -25,9 +26,12 @@ from torchinstruments.enrolment import (
     try_destination,
 )
 from torchinstruments.errors import ConfigurationError, TorchInstrumentsError
+from torchinstruments.observe.aligned import AlignedSampler
 from torchinstruments.observe.emptiness import likely_reason
 from torchinstruments.observe.unseen import TRACING
 from torchinstruments.ranks.identity import configured_run_id, discover, world_of_one
+from torchinstruments.ranks.rendezvous import Agreement
+from torchinstruments.ranks.timetable import ScheduleThread, schedule
 from torchinstruments.records import (
     ClosedAttempt,
     Counters,
@@ -71,6 +75,8 @@ class RunSession:
         error_policy: Whether trouble is warned about.
         channel: Keeps several observers of one process apart.
         sinks: Take the samples too, beside the run's folder.
+        aligned: Measures the same forwards as the other ranks, once they have agreed; None where the sampler
+            goes by no time.
     """
 
     def __init__(
@@ -84,7 +90,10 @@ class RunSession:
         error_policy: ErrorPolicy,
         channel: str,
         sinks: Sequence[Sink] = (),
+        aligned: AlignedSampler | None = None,
     ) -> None:
+        self._aligned = aligned
+        self._schedule: ScheduleThread | None = None
         self._sinks = tuple(sinks)
         self._process = process
         self._device = device
@@ -226,6 +235,8 @@ class RunSession:
         if self._is_closed:
             return True
         self._is_closed = True
+        if self._schedule is not None:
+            self._schedule.stop()
         wait_s = CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
         self._say_if_empty()
         self.begin()
@@ -254,6 +265,8 @@ class RunSession:
         """Ends the run without waiting, for a model that is gone without remove_observer (any thread)."""
         if not self._is_closed:
             self._is_closed = True
+            if self._schedule is not None:
+                self._schedule.stop(0.0)
             self._delivery.close(0.0, complete=False)
 
     def _say_if_empty(self) -> None:
@@ -265,6 +278,7 @@ class RunSession:
                 forwards=counted.forwards,
                 elapsed_s=elapsed_s,
                 traced=counted.errors.get(TRACING, 0),
+                agreeing_s=0.0 if self._schedule is None else self._schedule.agreeing_s,
             )
             self._warn("empty", f"the run has no sample: {reason}")
 
@@ -344,7 +358,10 @@ class RunSession:
         """Starts the writer thread, on a rank that observes and has a place to write."""
         for notice in enrolment.notices:
             self._warn(notice, notice)
-        if not self._observing or enrolment.target is None:
+        if not self._observing:
+            return
+        self._start_schedule(identity, enrolment.agreement)
+        if enrolment.target is None:
             return
         self._writer = RankWriter(
             identity,
@@ -365,6 +382,38 @@ class RunSession:
             report=self._delivery.report,
         )
         self._delivery.start(enrolment.run, [folder, *self._sinks], identity=identity, claim=enrolment.claim)
+
+    def _start_schedule(self, identity: Identity, agreement: Agreement) -> None:
+        """Starts the thread that keeps time-based samples at forwards which all ranks have in common."""
+        if self._aligned is None:
+            return
+        if self._plan.policy.chooses_one:
+            self._aligned.go_alone()
+            return
+        self._schedule = schedule(
+            self._aligned,
+            identity,
+            agreement,
+            first_rank=self._plan.policy.first_rank,
+            on_error=self._schedule_ended,
+        )
+        if self._schedule is None:
+            self._aligned.go_alone()
+        elif self._is_closed:
+            return
+        else:
+            self._schedule.start()
+
+    def _schedule_ended(self, error: Exception) -> None:
+        self.put_error(
+            ErrorRecord(
+                "alignment",
+                "",
+                type(error).__name__,
+                f"this rank samples by its own time from here on: {error}"[:500],
+                datetime.now(UTC).isoformat(timespec="milliseconds"),
+            )
+        )
 
     def _open_histogram_files(self, identity: Identity, enrolment: Enrolment) -> HistogramFiles | None:
         """Returns what writes TensorBoard files; in a large world the leader's alone are kept."""

@@ -5,7 +5,14 @@ from collections.abc import Mapping
 __all__ = ["likely_reason"]
 
 
-def likely_reason(sampling: Mapping[str, object], *, forwards: int, elapsed_s: float, traced: int) -> str:
+def likely_reason(
+    sampling: Mapping[str, object],
+    *,
+    forwards: int,
+    elapsed_s: float,
+    traced: int = 0,
+    agreeing_s: float = 0.0,
+) -> str:
     """Returns the likely reason and the way out, as the second half of a sentence (at close).
 
     Args:
@@ -13,6 +20,7 @@ def likely_reason(sampling: Mapping[str, object], *, forwards: int, elapsed_s: f
         forwards: Root forwards that were seen.
         elapsed_s: Seconds from attach to close.
         traced: Forwards that made a program, by ``torch.export`` for one, which are no root forwards.
+        agreeing_s: What ranks need at least to agree on the first forward; 0 where they do not agree.
     """
     if forwards == 0 and traced:
         return (
@@ -31,6 +39,12 @@ def likely_reason(sampling: Mapping[str, object], *, forwards: int, elapsed_s: f
         return (
             f"it ended after {elapsed_s:.1f} s, before the first interval of {interval_s:g} s was over; "
             f"give a shorter interval, or sampler=TimedSampler(interval, immediate=True)"
+        )
+    if isinstance(interval_s, (int, float)) and elapsed_s < agreeing_s:
+        return (
+            f"it ended after {elapsed_s:.1f} s, and to agree on the first forward the ranks need up to "
+            f"{agreeing_s:.1f} s, whatever the interval; give "
+            f"sampler=TimedSampler(interval, immediate=True), or EveryNStepsSampler(n)"
         )
     n = settings.get("n") if isinstance(settings, Mapping) else None
     if sampling.get("type") == "every_n_steps":

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from torchinstruments.errors import ConfigurationError
+from torchinstruments.observe.aligned import AlignedSampler, Due
 from torchinstruments.observe.applied import ParameterTracker, StepRelay
 from torchinstruments.observe.attempts import AttemptFeed
 from torchinstruments.observe.bypass import Bypass
@@ -52,7 +53,7 @@ from torchinstruments.observe.stack import num_calls
 from torchinstruments.observe.unseen import report_out_of_reach, tell_unseen
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.grad_sync import read_grad_sync
-from torchinstruments.records import Position, SampleState, ScaleProvenance, Signal
+from torchinstruments.records import GradSync, Position, SampleState, ScaleProvenance, Signal
 from torchinstruments.statistics.foreign import foreign_code
 from torchinstruments.statistics.histograms import HistogramReducer
 from torchinstruments.statistics.reducers import Reducer
@@ -86,6 +87,7 @@ class RootProbe:
         steps: Told of optimizer steps, where parameters' gradients are measured.
         fingerprints: Whether parameters and buffers are fingerprinted in sampled attempts.
         now: The moments that the clock is fed with, here and by the companions.
+        aligned: Asked in place of the sampler, where ranks measure the same forwards by time.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class RootProbe:
         steps: StepRelay | None = None,
         fingerprints: bool = False,
         now: Callable[[], float] = time.perf_counter,
+        aligned: AlignedSampler | None = None,
     ) -> None:
         self.session = session
         self.faults = faults
@@ -122,6 +125,7 @@ class RootProbe:
         self._root_layer = self._layers.root
         self._sampler = sampler
         self._sampler_is_own = is_own(sampler)
+        self._aligned = aligned
         self._companions = tuple(companions)
         self._selector_errors = tuple(selector_errors)
         recipe = Recipe(tuple(reducers), tuple(histograms), focus, session.wants_histograms, signals)
@@ -237,6 +241,8 @@ class RootProbe:
                 "the observer was removed while a sampled forward ran, which therefore counts as missed",
             )
         if self._has_begun:
+            if self._aligned is not None:
+                self._miss_planned(self._aligned.finish())
             self._attempts.close()
             self._attempts.tell_what_was_lost()
             self.tell_catalog()
@@ -277,6 +283,8 @@ class RootProbe:
         """Makes it do nothing for ever (in a forked child, before anything else runs there)."""
         # A thread of the parent may hold the lock, and is not there to release it.
         self._lock = threading.RLock()
+        if self._aligned is not None:
+            self._aligned.disarm()
         self._counts.disarm()
         if self._fingerprinter is not None:
             self._fingerprinter.disarm()
@@ -386,7 +394,7 @@ class RootProbe:
         grad_sync = read_grad_sync(module, grad_enabled, self.session.world_size)
         call = RootCall(grad_sync, sys.exception(), position)
         self._calls.begin(call)
-        if self._num_paused == 0 and self._is_chosen(position):
+        if self._is_chosen(position, started_us):
             self._sample(call, module, position, started_us)
 
     def _begin(self) -> bool:
@@ -398,8 +406,16 @@ class RootProbe:
             self._has_begun = True
         return True
 
-    def _is_chosen(self, position: Position) -> bool:
+    def _is_chosen(self, position: Position, started_us: int) -> bool:
         """Asks the sampler; one that raises did not choose."""
+        if self._aligned is not None:
+            due = self._aligned.forward_started(
+                position, started_at_us=started_us, now_s=time.monotonic(), is_paused=self._num_paused > 0
+            )
+            self._miss_planned(due)
+            return due.sample
+        if self._num_paused > 0:
+            return False
         event = SamplingEvent(
             attempt=position.attempt,
             forward_in_attempt=position.forward_in_attempt,
@@ -496,6 +512,21 @@ class RootProbe:
             gradients.forward_ended(delivery.facts)
         if self._layers.catalog.fired(sampled.order, time.monotonic()):
             self.tell_catalog()
+
+    def _miss_planned(self, due: Due) -> None:
+        """Delivers what other ranks measure and this one did not (training thread, hot path)."""
+        for place in due.missed:
+            facts = SampleFacts(
+                next(self._ordinals),
+                place.position,
+                place.started_at_us,
+                GradSync.UNKNOWN,
+                len(self._layers.current),
+                0,
+            )
+            self._miss(facts)
+        if due.num_lost:
+            self._counts.add(missed=due.num_lost)
 
     def _miss(self, facts: SampleFacts) -> None:
         """Delivers a sample that could not be taken."""

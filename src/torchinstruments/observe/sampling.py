@@ -111,6 +111,10 @@ class EveryNStepsSampler:
 class TimedSampler:
     """Measures the first root forward after each interval.
 
+    Where several ranks train, they agree on the forwards that they measure, about one an interval: see
+    `torchinstruments.observe.aligned`. What is said here of deadlines is then true of the leading rank's
+    clock, and of each rank's own where there is nobody to agree with.
+
     Deadlines lie on a grid that starts at the first root forward, so that slow forwards do not shift it. A
     deadline that passed while nothing ran is made up for once, not once for each that was missed.
 

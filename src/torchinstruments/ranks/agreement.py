@@ -89,10 +89,14 @@ class Verdict:
 
     Attributes:
         claim: The leader's claim, once it was echoed.
+        leader_process: Whose claim it is.
+        leader_observes: Whether the leader measures its own model.
         lead: Whether this rank has to lead.
     """
 
     claim: Claim | None = None
+    leader_process: str = ""
+    leader_observes: bool = False
     lead: bool = False
 
 
@@ -134,9 +138,9 @@ class Follower:
             now_s: Monotonic seconds.
         """
         self._pulse.beat(now_s)
-        claim = self._echoed()
-        if claim is not None:
-            return Verdict(claim=claim)
+        echoed = self._echoed()
+        if echoed is not None:
+            return echoed
         if now_s < self._look_at_s:
             return Verdict()
         if self._watched is None:
@@ -148,7 +152,7 @@ class Follower:
             return self._keep_watching(now_s)
         return self._try_to_lead(now_s)
 
-    def _echoed(self) -> Claim | None:
+    def _echoed(self) -> Verdict | None:
         raw = self._store.get_if_there(f"reply/{self._me.rank}")
         reply = _decode(raw)
         if reply.get("process") != self._me.process:
@@ -157,7 +161,7 @@ class Follower:
         if claim is None or not isinstance(leader, str):
             return None
         self._store.set(f"ack/{self._me.rank}", _encode({"process": self._me.process, "leader": leader}))
-        return claim
+        return Verdict(claim=claim, leader_process=leader, leader_observes=reply.get("observes") is True)
 
     def _signs_of_life(self) -> dict[str, bytes | None]:
         """Returns what those that come before this rank have written last."""
@@ -258,7 +262,12 @@ class Leader:
         if self.claim is None or self._is_deposed():
             self.deposed = self.claim is not None
             return
-        reply = {"process": hello.process, "leader": self._me.process, "claim": asdict(self.claim)}
+        reply = {
+            "process": hello.process,
+            "leader": self._me.process,
+            "observes": self._me.observing,
+            "claim": asdict(self.claim),
+        }
         self._store.set(f"reply/{hello.rank}", _encode(reply))
         self._answered[hello.rank] = hello
 

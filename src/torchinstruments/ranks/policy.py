@@ -32,6 +32,18 @@ class Policy:
         """Whether rank 0 alone observes, and so uses the run's folder itself."""
         return self.name == RankPolicy.RANK0
 
+    @property
+    def chooses_one(self) -> bool:
+        """Whether no more than one rank observes, whatever the world."""
+        return self.alone or len(self.ranks) == 1
+
+    @property
+    def first_rank(self) -> int | None:
+        """The lowest rank that observes; None where only the user's function knows."""
+        if self.chosen_by is not None:
+            return None
+        return self.ranks[0] if self.ranks else 0
+
     def observes(self, identity: Identity) -> bool:
         """Returns whether this rank observes.
 

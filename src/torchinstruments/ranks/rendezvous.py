@@ -10,6 +10,7 @@ store of the initialised group is cloned, which opens a connection of its own.
 """
 
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -20,10 +21,20 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from torchinstruments import environment
-from torchinstruments.ranks.agreement import Follower, Hello, KeyValueStore, Leader, ScopedStore
+from torchinstruments.ranks.agreement import Follower, Hello, KeyValueStore, Leader, ScopedStore, Verdict
 from torchinstruments.records import Claim, Identity, Member
 
-__all__ = ["Agreement", "AgreementService", "StoreConnection", "Timing", "agree", "connect", "kept_run_id"]
+__all__ = [
+    "Agreement",
+    "AgreementService",
+    "StoreConnection",
+    "Timing",
+    "agree",
+    "connect",
+    "keep_generation",
+    "kept_generations",
+    "kept_run_id",
+]
 
 _PREFIX = "torchinstruments/1"
 _LAST_LOOKS_S = 0.5
@@ -60,6 +71,7 @@ class StoreConnection:
             store: A clone, or a client of our own.
         """
         self._store = store
+        self._there: set[str] = set()
 
     def set(self, key: str, value: bytes) -> None:
         """Writes a key."""
@@ -67,7 +79,12 @@ class StoreConnection:
 
     def get_if_there(self, key: str) -> bytes | None:
         """Returns a key's value, or None where it is missing; a bare ``get`` would wait for it."""
-        return self._store.get(key) if self._store.check([key]) else None
+        if key not in self._there:
+            if not self._store.check([key]):
+                return None
+            # No key is ever deleted, so it need not be asked for again: one round trip a look.
+            self._there.add(key)
+        return self._store.get(key)
 
 
 def connect(identity: Identity, *, timeout_s: float = 5.0) -> KeyValueStore | None:
@@ -109,6 +126,44 @@ def kept_run_id(store: KeyValueStore | None, channel: str, make: Callable[[], st
         return make()
 
 
+def kept_generations(store: KeyValueStore | None, channel: str, run_id: str) -> int:
+    """Returns how many generations of a run its leaders have counted in this store (leader, at attach).
+
+    A folder need not know of all of them, for after a restart the leader may be on a host with a folder of
+    its own. Does not raise for the store's sake.
+
+    Args:
+        store: Of `connect`.
+        channel: As given to `agree`.
+        run_id: Of the run.
+    """
+    try:
+        kept = store.get_if_there(_generations_key(channel, run_id)) if store is not None else None
+        return max(0, int(kept)) if kept else 0
+    except (RuntimeError, ValueError, OSError):
+        return 0
+
+
+def keep_generation(store: KeyValueStore | None, channel: str, run_id: str, generation: int) -> None:
+    """Lets the store keep that a generation was counted, for `kept_generations` (leader, at attach).
+
+    Args:
+        store: Of `connect`.
+        channel: As given to `agree`.
+        run_id: Of the run.
+        generation: The one that begins.
+    """
+    if store is None:
+        return
+    # A store that is gone keeps nothing over a restart, and the leader goes on without it.
+    with contextlib.suppress(RuntimeError, ValueError, OSError):
+        store.set(_generations_key(channel, run_id), str(generation + 1).encode("ascii"))
+
+
+def _generations_key(channel: str, run_id: str) -> str:
+    return f"{channel}/generations/{run_id}"
+
+
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """What this rank takes as agreed.
@@ -119,12 +174,18 @@ class Agreement:
         verified: Whether the claim is this rank's own as leader, or was echoed to it; else it is the
             fallback.
         service: Answers the other ranks in the background, on the leader of several.
+        store: What was agreed over, scoped to this agreement; None where nothing was.
+        leader_process: 8 hex digits of the leader, where the claim is verified over the store.
+        leader_observes: Whether the leader measures its own model.
     """
 
     claim: Claim
     leader: bool
     verified: bool
     service: "AgreementService | None" = None
+    store: KeyValueStore | None = None
+    leader_process: str = ""
+    leader_observes: bool = False
 
 
 def agree(
@@ -173,8 +234,15 @@ def agree(
         echoed = None if me.rank == 0 else _Silence()
     if isinstance(echoed, _Silence):
         return Agreement(fallback(), leader=False, verified=False)
-    if echoed is not None:
-        return Agreement(echoed, leader=False, verified=True)
+    if echoed is not None and echoed.claim is not None:
+        return Agreement(
+            echoed.claim,
+            leader=False,
+            verified=True,
+            store=scoped,
+            leader_process=echoed.leader_process,
+            leader_observes=echoed.leader_observes,
+        )
     service = AgreementService(scoped, me, identity.world_size, timing, on_members)
     service.start()
     try:
@@ -183,7 +251,15 @@ def agree(
         service.stop()
         raise
     service.answer(claimed)
-    return Agreement(claimed, leader=True, verified=True, service=service)
+    return Agreement(
+        claimed,
+        leader=True,
+        verified=True,
+        service=service,
+        store=scoped,
+        leader_process=me.process,
+        leader_observes=observing,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +269,7 @@ class _Silence:
 
 def _follow(
     store: KeyValueStore, me: Hello, world_size: int, deadline_s: float, timing: Timing
-) -> Claim | _Silence | None:
+) -> Verdict | _Silence | None:
     """Waits for the echo; None tells this rank to lead."""
     began_s = time.monotonic()
     follower = Follower(
@@ -210,7 +286,7 @@ def _follow(
         now_s = time.monotonic()
         verdict = follower.poll(now_s)
         if verdict.claim is not None:
-            return verdict.claim
+            return verdict
         if verdict.lead:
             return None
         if now_s >= deadline_s:

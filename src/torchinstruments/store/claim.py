@@ -88,6 +88,8 @@ class ClaimRequest:
         may_fail: Whether what the user configured wrongly may be a failure. False after a restart, where it
             must not end the training: the claim is then unverified, with a notice.
         assumed_generation: The generation to go on with where the store cannot be asked.
+        lowest_generation: At least this number, though the folder may know of fewer: hosts without a shared
+            folder have one each, and the leader need not be on the same one after a restart.
         only_try: Only find out whether the folder can be used, and leave nothing there; for a process that
             cannot know its rank yet, but whose user should hear of a mistake at once.
     """
@@ -99,6 +101,7 @@ class ClaimRequest:
     run_id_is_given: bool = True
     may_fail: bool = True
     assumed_generation: int = 0
+    lowest_generation: int = 0
     only_try: bool = False
 
 
@@ -346,7 +349,7 @@ def _take_generation(home: Storage, request: ClaimRequest) -> int:
             for entry in home.list(layout.GENERATIONS)
             if (number := layout.parse_generation(entry.path.rpartition("/")[2])) is not None
         ]
-        generation = max(numbers, default=-1) + 1
+        generation = max([request.lowest_generation - 1, *numbers]) + 1
         record = GenerationRecord(
             schema_version=request.run.schema_version,
             run_id=request.run.run_id,

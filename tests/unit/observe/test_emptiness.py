@@ -15,6 +15,15 @@ from torchinstruments.observe.sampling import (
 from torchinstruments.observe.sampling import describe as described
 
 
+def test_ranks_that_had_no_time_to_agree_say_so() -> None:
+    """The interval was over, but not what it takes to agree; a longer run has another reason."""
+    sampling = described(TimedSampler(timedelta(seconds=0.1)))
+    short = likely_reason(sampling, forwards=9, elapsed_s=0.8, agreeing_s=1.2)
+    assert "0.8 s" in short
+    assert "up to 1.2 s" in short
+    assert "none of the 9" in likely_reason(sampling, forwards=9, elapsed_s=1.3, agreeing_s=1.2)
+
+
 @pytest.mark.parametrize(
     ("sampler", "forwards", "elapsed_s", "words"),
     [

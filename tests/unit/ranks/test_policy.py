@@ -50,6 +50,8 @@ def test_a_policy_names_itself_and_chooses_ranks(value, name, ranks, alone):
     assert policy.name == name
     assert _observing(policy) == ranks
     assert policy.alone is alone
+    assert policy.chooses_one == (len(ranks) == 1)
+    assert policy.first_rank == (None if policy.chosen_by is not None else ranks[0])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,15 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from torchinstruments.ranks.rendezvous import StoreConnection, Timing, agree, connect, kept_run_id
+from torchinstruments.ranks.rendezvous import (
+    StoreConnection,
+    Timing,
+    agree,
+    connect,
+    keep_generation,
+    kept_generations,
+    kept_run_id,
+)
 from torchinstruments.records import Claim, Identity
 
 QUICK = Timing(
@@ -322,3 +330,52 @@ def test_without_agent_and_group_there_is_no_store(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     assert connect(_identity(0, "a"), timeout_s=0.2) is None
+
+
+def test_generations_are_counted_in_the_store_over_a_restart(server):
+    """By run and channel; a store that is gone, or none, counts nothing and raises nothing."""
+    store = _client(server)
+    assert kept_generations(store, "0", "night-7") == 0
+    keep_generation(store, "0", "night-7", 4)
+    assert kept_generations(_client(server), "0", "night-7") == 5
+    assert kept_generations(store, "1", "night-7") == 0
+    assert kept_generations(store, "0", "other") == 0
+    store.set("0/generations/odd", b"no number")
+    for nothing in (None, _Broken()):
+        keep_generation(nothing, "0", "night-7", 9)
+        assert kept_generations(nothing, "0", "night-7") == 0
+    assert kept_generations(store, "0", "odd") == 0
+
+
+def test_all_ranks_know_the_leader_and_whether_it_observes(server):
+    """A follower from the reply, over the same scoped store."""
+    for observes in (True, False):
+        channel = f"observes-{observes}"
+        follower = _in_thread(
+            lambda channel=channel: agree(
+                _identity(1, "b"),
+                True,
+                _forbidden,
+                store=_client(server),
+                fallback=_fallback,
+                timing=QUICK,
+                channel=channel,
+            )
+        )
+        leader = agree(
+            _identity(0, "a"),
+            observes,
+            _claim,
+            store=_client(server),
+            fallback=_fallback,
+            timing=QUICK,
+            channel=channel,
+        )
+        followed = follower()
+        for agreed in (leader, followed):
+            assert (agreed.leader_process, agreed.leader_observes) == ("a", observes)
+        assert leader.store is not None
+        assert followed.store is not None
+        leader.store.set("schedule", b"x")
+        assert followed.store.get_if_there("schedule") == b"x"
+        _service(leader).stop()

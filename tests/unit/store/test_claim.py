@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,13 @@ def test_the_same_run_joins_as_the_next_generation(tmp_path: Path) -> None:
     assert [entry.path for entry in storage.list("generations")] == [
         f"generations/00{n}.json" for n in range(3)
     ]
+
+
+def test_a_folder_that_knows_of_fewer_generations_takes_the_number_that_is_due(tmp_path: Path) -> None:
+    """The leader came from a host with a folder of its own; what the folder knows counts where it is more."""
+    storage = open_storage(str(tmp_path))
+    requests = [replace(_request(), lowest_generation=lowest) for lowest in (2, 0, 3, 7)]
+    assert [claim_run(storage, request).generation for request in requests] == [2, 3, 4, 7]
 
 
 def test_another_runs_folder_is_left_alone(tmp_path: Path) -> None:
