@@ -113,6 +113,9 @@ class RunSession:
         self._wants_histograms = True
         self._warned: set[str] = set()
         self._is_closed = False
+        self._is_abandoned = False
+        self._is_enrolled = False
+        self._end_lock = threading.RLock()  # garbage collection may abandon a session while this is held
         self._attached_s = time.monotonic()
         _ALIVE.add(self)
 
@@ -267,7 +270,11 @@ class RunSession:
             self._is_closed = True
             if self._schedule is not None:
                 self._schedule.stop(0.0)
-            self._delivery.close(0.0, complete=False)
+            with self._end_lock:
+                self._is_abandoned = True
+                has_begun = self._enrolling is None or self._is_enrolled
+            if has_begun:
+                self._delivery.close(0.0, complete=False)
 
     def _say_if_empty(self) -> None:
         counted = self._source()
@@ -353,6 +360,12 @@ class RunSession:
             self._start(identity, enrolment)
         except Exception as error:  # noqa: BLE001 - training goes on whatever the store says
             self._warn("enrolment", f"nothing is kept of rank {identity.rank}: {error}")
+        with self._end_lock:
+            self._is_enrolled = True
+            is_abandoned = self._is_abandoned
+        if is_abandoned:
+            # What the model left before it was dropped could not be written any earlier.
+            self._delivery.close(0.0, complete=False)
 
     def _start(self, identity: Identity, enrolment: Enrolment) -> None:
         """Starts the writer thread, on a rank that observes and has a place to write."""

@@ -34,9 +34,12 @@ from torchinstruments import (
     inject_observer,
     open_run,
     remove_observer,
+    session,
 )
+from torchinstruments.enrolment import Enrolment, enrol
 from torchinstruments.ranks.device_times import DeviceTimes
 from torchinstruments.records import Sample, Signal
+from torchinstruments.sinks.delivery import THREAD_NAME
 
 
 def make_model() -> nn.Module:
@@ -361,6 +364,31 @@ def test_a_dropped_model_leaves_no_thread_and_no_row_behind(tmp_path: Path) -> N
     run = open_run(str(tmp_path / "run"))
     assert run.samples().collect().height == 4
     assert [manifest.status for manifest in run.manifests] == ["closed"]
+
+
+def test_a_model_that_is_dropped_while_its_folder_is_claimed_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim goes on in a thread of its own, which writes what waits once it has the folder."""
+    is_dropped = threading.Event()
+
+    def claim_slowly(*arguments: Any, **options: Any) -> Enrolment:
+        assert is_dropped.wait(30)
+        return enrol(*arguments, **options)
+
+    monkeypatch.setattr(session, "enrol", claim_slowly)
+    model = make_model()
+    inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler())
+    model(torch.randn(3, 4))
+    del model
+    gc.collect()
+    is_dropped.set()
+
+    deadline_s = time.monotonic() + 60
+    names = {"torchinstruments-enrolment", THREAD_NAME}
+    while any(thread.name in names for thread in threading.enumerate()) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert open_run(str(tmp_path / "run")).samples().collect().height == 1
 
 
 def test_two_models_of_one_process_keep_apart(tmp_path: Path) -> None:
