@@ -82,7 +82,7 @@ def _accumulate(folder: str, options: dict[str, Any]) -> list[tuple[float, float
     return seen
 
 
-def _twice_backward(folder: str, retains: bool) -> list[float]:  # noqa: FBT001
+def _twice_backward(folder: str, retains: bool) -> list[float]:
     """Two backwards for one reduction, through two forwards or one; returns the gradient after each."""
     model = DistributedDataParallel(_linear())
     _attach(model, folder)
