@@ -82,6 +82,22 @@ def _accumulate(folder: str, options: dict[str, Any]) -> list[tuple[float, float
     return seen
 
 
+def _twice_backward(folder: str, retains: bool) -> list[float]:
+    """Two backwards for one reduction, through two forwards or one; returns the gradient after each."""
+    model = DistributedDataParallel(_linear())
+    _attach(model, folder)
+    x = torch.full((1, 3), 1.0 + 2.0 * dist.get_rank())
+    first = model(x).sum()
+    second = first if retains else model(x).sum()
+    weight = model.module[0].weight
+    means = []
+    for loss in (first, second):
+        loss.backward(retain_graph=True)
+        means.append(weight.grad.double().mean().item())
+    remove_observer(model)
+    return means
+
+
 def _use_on_one_rank(folder: str) -> list[float]:
     """Returns the mean of both layers' gradients after the backward."""
     torch.manual_seed(7)
@@ -344,3 +360,21 @@ def test_what_the_wrapper_leaves_alone_is_not_called_reduced(rank_pool, tmp_path
     rank_pool.run(_leave_out, str(tmp_path))
     reasons = _by_rank(_rows(tmp_path), "reduced", "unavailable_reason")
     assert reasons == [["", "not_synchronised: DistributedDataParallel was told to leave it alone"]] * 2
+
+
+@pytest.mark.parametrize("retains", [False, True])
+def test_what_a_backward_adds_after_the_reduction_is_not_called_reduced(
+    rank_pool, tmp_path: Path, retains: bool
+):
+    """DDP reduces in the first backward after its last forward, and the next one leaves local values."""
+    means = rank_pool.run(_twice_backward, str(tmp_path), retains)
+    assert means == [[2.0, 3.0], [2.0, 5.0]], "the ranks differ, so what came second was not reduced"
+    rows = _rows(tmp_path).filter(pl.col("stage") == "reduced").sort("rank", "sample_id", "backward_index")
+    assert set(rows["grad_sync"]) == {"synced"}
+    last = [own[-1] for own in _by_rank(rows, "reduced", "unavailable_reason")]
+    assert [reason.split(" and")[0] for reason in last] == [
+        "not_synchronised: DistributedDataParallel reduces once after a forward,"
+    ] * 2
+    assert [own[0] for own in _by_rank(rows, "reduced")] == ([2.0, 2.0] if retains else [None, None])
+    local = _by_rank(_rows(tmp_path).sort("rank", "sample_id", "backward_index"), "local_accumulated")
+    assert [own[-1] for own in local] == [3.0, 5.0]

@@ -58,6 +58,9 @@ _LOST = Reason.NO_GRADIENT.with_detail("another forward with gradients began bef
 _PARTIAL = Reason.NOT_SYNCHRONISED.with_detail(
     "the backward reached only some of the outputs, so that the reduction may not be over"
 )
+_SPENT = Reason.NOT_SYNCHRONISED.with_detail(
+    "DistributedDataParallel reduces once after a forward, and another backward came before this one"
+)
 _LEFT_OUT = Reason.NOT_SYNCHRONISED.with_detail("DistributedDataParallel was told to leave it alone")
 _NONE_OR_LOCAL = Reason.NO_GRADIENT.with_detail("none came, or it was not reduced")
 
@@ -121,6 +124,9 @@ class ParameterGradients:
         self._handles: list[RemovableHandle] = []
         self._came: dict[int, dict[int, tuple[Part, int]]] = {}
         self._is_withdrawn = False
+        # The backward that DDP reduces is the first one after its last forward, of whichever forward it is.
+        self._other_task: int | None = None
+        self._is_reduced = False
 
     @property
     def sample(self) -> SampleGradients | None:
@@ -174,7 +180,10 @@ class ParameterGradients:
             return
         traversal = sample.running(graph_task())
         if traversal is None:
-            # A backward of another forward, or of a loss that knows no forward, a penalty of the weights.
+            # A backward of another forward, or of a loss that knows no forward, a penalty of the weights. Or
+            # this sample's own, which has not come to an output of it yet.
+            if self._other_task is None:
+                self._other_task = graph_task()
             return
         started_s = time.perf_counter()
         try:
@@ -190,7 +199,10 @@ class ParameterGradients:
         came = self._came.pop(traversal.task, {})
         self.state = SampleState.BACKWARD_OBSERVED
         is_first = traversal.backward_index == 0
+        if self._other_task == traversal.task:
+            self._other_task = None
         refusal = self._refusal_of_reduced(traversal, came)
+        self._is_reduced |= not refusal
         for index, target in enumerate(self.targets):
             if not is_first and index not in came:
                 continue
@@ -258,6 +270,8 @@ class ParameterGradients:
         if not came and not any(target.is_sharded and not target.tells for target in self.targets):
             # It added to no gradient: torch.autograd.grad.
             return Reason.NO_GRADIENT.value
+        if self._grad_sync is GradSync.SYNCED and (self._is_reduced or self._other_task is not None):
+            return _SPENT
         is_partial = len(came) < len(self.targets) and traversal.sample.num_missing > 0
         return _PARTIAL if is_partial and self._grad_sync is GradSync.SYNCED else ""
 
