@@ -40,6 +40,7 @@ from torchinstruments.records import (
     ErrorRecord,
     Identity,
     ModuleRecord,
+    error_text,
 )
 from torchinstruments.sinks.delivery import EXIT_TIMEOUT_S, Delivery, others_may_train
 from torchinstruments.sinks.directory import RankFolderSink
@@ -231,9 +232,12 @@ class RunSession:
         return self._delivery.flush(max(end_s - time.monotonic(), 0.0))
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Ends the run for this process; returns whether all of it became durable in time. Idempotent."""
+        """Ends the run for this process; returns whether all of it became durable in time. Idempotent.
+
+        A sink that calls it is answered with False at once, and the run ends after the sink's call.
+        """
         if self._is_closed:
-            return True
+            return self._delivery.close(CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
         self._is_closed = True
         if self._schedule is not None:
             self._schedule.stop()
@@ -251,7 +255,8 @@ class RunSession:
             self._warn(
                 "dropped", f"{dropped} rows of history were given up; the manifest in {self.url} says why"
             )
-        if not arrived and self._observing and not dropped:
+        # A sink that ends the run is answered before the end; what fails then is told by itself.
+        if not arrived and self._observing and not dropped and not self._delivery.on_writer_thread:
             where = enrolment.spool_path if enrolment is not None else ""
             self._warn(
                 "late",
@@ -433,10 +438,12 @@ class RunSession:
             writer_s=self._delivery.writer_s,
         )
 
-    def _storage_failed(self, probe: str, error: Exception) -> None:
+    def _storage_failed(self, probe: str, error: BaseException) -> None:
         """Warns once a kind of what failed in the writer thread; it is in the manifest already."""
         kind = f"{probe}:{type(error).__name__}"
-        self._warn(kind, f"{probe} failed: {type(error).__name__}: {error}; training goes on")
+        text = error_text(error)
+        what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        self._warn(kind, f"{probe} failed: {what}; training goes on")
 
     def _warn(self, kind: str, sentence: str) -> None:
         """Warns once a kind; where warnings are errors it is logged instead, for training must go on."""
