@@ -156,6 +156,7 @@ def _costs(manifest: Manifest | None) -> dict[str, object]:
             "bytes": counters.bytes,
             "collection_s": counters.collection_s,
             "writer_s": counters.writer_s,
+            "histograms_missing": dict(sorted(counters.histograms_missing.items())),
         },
     }
 
