@@ -250,6 +250,9 @@ class RunSession:
         if enrolment is not None and enrolment.agreement.service is not None:
             enrolment.agreement.service.stop()
         arrived = self._delivery.close(wait_s)
+        emptiness = self._delivery.emptiness
+        if emptiness:
+            self._warn("no value", f"the run has samples, but not one value: {emptiness}")
         dropped = self.counters(self._source()).rows_dropped
         if dropped:
             self._warn(

@@ -44,6 +44,7 @@ from torchinstruments.sinks.outbox import (
     describe,
 )
 from torchinstruments.sinks.sink import RankAware, Sink, TelemetrySink
+from torchinstruments.sinks.yields import Yield
 
 __all__ = ["EXIT_TIMEOUT_S", "THREAD_NAME", "Delivery", "others_may_train"]
 
@@ -105,6 +106,7 @@ class Delivery:
         self._late_lock = threading.RLock()  # a signal handler may put in the middle of a put
         self._lost_keeper = False
         self._pending_error: Exception | None = None
+        self._yield = Yield()
         _LIVE.add(self)
 
     def put_sample(self, sample: DeferredSample) -> None:
@@ -144,6 +146,11 @@ class Delivery:
     def rows_dropped(self) -> int:
         """Rows of ``history`` that never reached a sink (any thread)."""
         return self._outbox.dropped.scalars + self._unresolved_rows + self._unkept_rows + self._late.scalars
+
+    @property
+    def emptiness(self) -> str:
+        """Why not one number of the samples so far has a value; ``""`` where one has (closing thread)."""
+        return self._yield.emptiness()
 
     @property
     def writer_s(self) -> float:
@@ -378,6 +385,7 @@ class Delivery:
             self._unresolved_rows += deferred.num_scalars
             self._fail("reducer", "", error)
             return
+        self._yield.add(sample)
         if self._lost_keeper:
             self._unkept_rows += deferred.num_scalars
         for sink in self._sinks:

@@ -200,10 +200,27 @@ def test_status_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["status", run.url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "run run-a: 2 ranks, 1 generation"
-    assert "as of  last id" in lines[1]
+    headings = "rank status host as of last stored its age measured rows stored in spool dropped errors"
+    assert " ".join(lines[1].split()) == headings
     assert lines[-1].split() == [
         *("1", "running", "host-a", "3", "min", "ago", "41", "5", "min", "42", "3,000", "20", "0", "3")
     ]
+
+
+def test_status_shows_the_process_that_began_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two processes of one rank and generation the later one stands in the table, whatever their names."""
+    run = whole_run(tmp_path / "run", 1)
+    run.manifest(0, "ffff0000", started_at="2026-01-01T00:00:00Z", counters=Counters(samples=11))
+    run.manifest(0, "00000001", started_at="2026-01-02T00:00:00+00:00", counters=Counters(samples=22))
+    run.manifest(0, process_of(0), started_at="2026-01-01T23:00:00+00:00", counters=Counters(samples=33))
+    main(["status", "--json", run.url])
+    captured = capsys.readouterr()
+    document: Any = json.loads(captured.out)
+    assert [one["samples"] for one in document["ranks"]] == [11, 33, 22]
+    table = captured.err.splitlines()
+    assert table[0] == "run run-a: 1 rank, 1 generation"
+    assert table[2].split()[-5] == "22"
+    assert table[3] == "2 earlier processes of these ranks not shown; --json has all"
 
 
 def test_status_tells_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
