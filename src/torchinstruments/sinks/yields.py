@@ -1,13 +1,14 @@
 """Whether a run has any value at all, and why not: for the one warning that says so at its close."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 from torchinstruments.records import Reason, Sample
 
 __all__ = ["Yield"]
 
 _CODES = frozenset(reason.value for reason in Reason)
-_WAYS_OUT = {
+_WAYS_OUT: Mapping[str, str] = {
     Reason.INSIDE_COMPILED: (
         "nothing is seen inside a compiled region; select what was compiled itself, as in "
         "selector=lambda name, module: name == '' for a whole model, or compile less of it"

@@ -259,13 +259,13 @@ def test_status_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_run_without_rows_is_not_just_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where every rank closed and none sampled, the first line of the merge says so."""
+    """Where every rank closed and none sampled, the first line of the merge says so, and it exits with 1."""
     run = RunFolder(tmp_path / "run", world_size=2).run()
     members = [Member(rank, process_of(rank), "host-a", rank, observing=True) for rank in range(2)]
     run.generation(0, members)
     for rank in range(2):
         run.manifest(rank, process_of(rank))
-    assert main(["merge", run.url]) == 0
+    assert main(["merge", run.url]) == 1
     out = capsys.readouterr().out
     assert out.splitlines()[0] == "run run-a: complete, but no sample was taken"
     assert "aligned" not in out
