@@ -343,8 +343,8 @@ def _destination(
     unknown = next((name for name in _PLACEHOLDER.findall(url) if name != "{run_id}"), None)
     if unknown is not None:
         raise ConfigurationError(
-            f"output_dir={redact(url)!r} has the placeholder {unknown}, which stands for nothing; {{run_id}} is "
-            f"the only one, so write the name itself, without braces"
+            f"output_dir={redact(url)!r} has the placeholder {unknown}, which stands for nothing; {{run_id}} "
+            f"is the only one, so write the name itself, without braces"
         )
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise ConfigurationError(

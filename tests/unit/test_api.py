@@ -470,7 +470,7 @@ def test_histograms_cover_the_layers_in_focus_alone(tmp_path: Path) -> None:
         ({"sink": 3}, "3"),
         (
             {"output_dir": "runs/{foo}/{run_id}"},
-            "output_dir='runs/{foo}/{run_id}' has the placeholder {foo}, which stands for nothing; {run_id} is",
+            "output_dir='runs/{foo}/{run_id}' has the placeholder {foo}, which stands for nothing; {run_id}",
         ),
         ({"output_dir": "runs/{}"}, "has the placeholder {}, "),
         (

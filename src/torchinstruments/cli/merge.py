@@ -103,7 +103,14 @@ def _coverage_lines(coverage: _Record) -> list[tuple[str, str]]:
     for overlap in _records(coverage["overlapping_ranks"]):
         processes = ", ".join(str(one) for one in _list(overlap["processes"]))
         where = f"rank {overlap['rank']} of generation {overlap['generation']}"
-        lines.append(("overlap", f"{where} was held by several live processes: {processes}"))
+        how = "by several processes, which gave out the same sample ids"
+        if not overlap["same_sample_ids"]:
+            how = "by several live processes"
+        lines.append(("overlap", f"{where} was held {how}: {processes}"))
+    unverified = _integers(coverage["unverified_ranks"])
+    if unverified:
+        ranks = f"{count_text(len(unverified), 'rank')} ({ranks_text(unverified)})"
+        lines.append(("unverified", f"{ranks}: began without an answer of leader or store"))
     lines += _file_lines(coverage)
     for noun, key in (("dropped", "rows_dropped"), ("foreign", "foreign_parts")):
         number = _integer(coverage[key])

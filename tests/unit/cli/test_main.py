@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,24 @@ def test_merge_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "widest between ranks: latest std; spread = (highest - lowest) / larger magnitude" in out
     assert out.splitlines()[-2].split() == ["layer", "signal", "rank", "0", "rank", "1", "spread"]
     assert out.splitlines()[-1].split() == ["fc", "output", "1", "3", "66.7%"]
+
+
+def test_merge_names_ranks_that_no_leader_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two starts of one rank that counted the same samples exit with 1, and both lines name the rank."""
+    run = whole_run(tmp_path / "run", 1)
+    later = {"started_at": "2026-02-01T00:00:00+00:00", "written_at": "2026-02-01T01:00:00+00:00"}
+    tables = {"samples": TableState(next_part=1, rows=1)}
+    run.manifest(0, "000000f1", verified=False, tables=tables, last_sample_id=0, **later)
+    run.samples(0, [{"sample_id": 0, "started_at": datetime(2026, 2, 1, tzinfo=UTC)}], "000000f1")
+    assert main(["merge", run.url]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        f"  overlap      rank 0 of generation 0 was held by several processes, which gave out the same "
+        f"sample ids: {process_of(0)}, 000000f1"
+    ) in lines
+    assert "  unverified   1 rank (0): began without an answer of leader or store" in lines
 
 
 def test_merge_with_a_missing_rank_and_a_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
