@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 from torchinstruments.config import ErrorPolicy, HistoryConfig
 from torchinstruments.enrolment import (
@@ -47,6 +48,7 @@ from torchinstruments.sinks.directory import RankFolderSink
 from torchinstruments.sinks.event_files import HistogramFiles, open_histogram_files
 from torchinstruments.sinks.sink import Sink
 from torchinstruments.store.filesystem import redact
+from torchinstruments.store.spool_folder import LOG as UPLOADER_LOG
 from torchinstruments.store.writer import RankWriter
 from torchinstruments.warning_place import warn_user
 
@@ -260,14 +262,19 @@ class RunSession:
             )
         # A sink that ends the run is answered before the end; what fails then is told by itself.
         if not arrived and self._observing and not dropped and not self._delivery.on_writer_thread:
-            where = enrolment.spool_path if enrolment is not None else ""
-            self._warn(
-                "late",
-                f"not everything has reached {self.url} yet; the rest lies in {where} and is still carried"
-                if where
-                else f"not everything reached {self.url}; its manifest says what was given up",
-            )
+            self._warn("late", self._lateness("" if enrolment is None else enrolment.spool_path))
         return arrived
+
+    def _lateness(self, spool_path: str) -> str:
+        """Returns what is said where not everything has arrived at the close."""
+        if not spool_path:
+            return f"not everything reached {self.url}; its manifest says what was given up"
+        log = Path(spool_path).parent / UPLOADER_LOG
+        return (
+            f"not everything has reached {self.url} yet; the rest lies in {spool_path} and is still carried, "
+            f"by an uploader that keeps the endpoint and credentials it was started with; if {log} shows that "
+            f"they are wrong, end the process that is named there and start the job again"
+        )
 
     def abandon(self) -> None:
         """Ends the run without waiting, for a model that is gone without remove_observer (any thread)."""

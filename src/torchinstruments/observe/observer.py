@@ -38,6 +38,15 @@ class Observer:
         self._is_closed = False
         self._is_disarmed = False
 
+    def __repr__(self) -> str:
+        """Returns where the run lies, what was measured so far and whether it goes on."""
+        if self._probe is None:
+            return f"{type(self).__name__}({self._url!r}, observes nothing)"
+        state = "observing" if self.observing else "closed" if self._is_closed else "not observing"
+        counters = self.counters
+        measured = f"{counters.samples} of {counters.forwards} forwards measured"
+        return f"{type(self).__name__}({self.url!r}, {state}, {measured})"
+
     @property
     def url(self) -> str:
         """Where the run lies, without secrets. It may lie beside the folder that was asked for."""

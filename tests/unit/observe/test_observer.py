@@ -74,6 +74,17 @@ def test_flush_and_close_answer_for_the_session(session: MemorySession) -> None:
     assert observer.url == "memory://run"
 
 
+def test_an_observer_shows_what_it_is(session: MemorySession) -> None:
+    """Where the run lies, how much was measured, and whether it goes on."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    observer = observe(model, session)
+    model(torch.ones(1, 2))
+    assert repr(observer) == "Observer('memory://run', observing, 1 of 1 forwards measured)"
+    observer.close()
+    assert repr(observer) == "Observer('memory://run', closed, 1 of 1 forwards measured)"
+    assert repr(InertObserver("file:///run")) == "InertObserver('file:///run', observes nothing)"
+
+
 def test_an_inert_observer_has_the_same_surface_and_does_nothing() -> None:
     """It only marks its model as taken, for as long as the model lives or until it is closed."""
     model = nn.Sequential(nn.Linear(2, 2))
