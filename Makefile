@@ -1,34 +1,35 @@
 # One entry point for people and for CI. Everything installs into .venv; nothing needs root except test-system.
 PYTHON ?= python3
-BIN := .venv/bin
-STAMP := .venv/.installed
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
 
 .PHONY: help install demo test test-system bench check format clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
 # torch by itself first: the resolver of all the rest then finds it there and can choose no other.
-install: $(STAMP) ## create .venv and install the project with its development tools
+install: $(STAMP) ## create .venv (or VENV=...) and install the project with its development tools
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "installing into .venv, this takes a few minutes"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV), this takes a few minutes"
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
 demo: $(STAMP) ## train a small model on 2 ranks, merge what they wrote, print how they compare
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python launch/demo.py
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python launch/demo.py
 
 test: $(STAMP) ## every test that needs no root and no apt
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m "not system"
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not system"
 
 # -P keeps the scripts' own folder, where a file is called profile.py, off the import path.
 bench: $(STAMP) ## tables of what measuring costs, as ratios; nothing in them is asserted
 	set -e; for script in tests/benchmarks/*.py; do OMP_NUM_THREADS=1 $(BIN)/python -P "$$script"; done
 
 test-system: $(STAMP) ## the tests that need root: a small disk that is really full
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m system
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m system
 
 check: $(STAMP) ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .

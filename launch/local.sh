@@ -5,6 +5,7 @@
 #
 # NPROC       ranks (2)
 # OUTPUT_DIR  folder, relative to where you are, or a URL such as s3://bucket/run (runs/<time>)
+# RUN_ID      name of the run; torchrun makes one where it is not given
 # PYTHON      interpreter for torchrun where no `torchrun` is on the PATH (python3)
 set -euo pipefail
 
@@ -27,7 +28,12 @@ else
     torchrun=("${PYTHON:-python3}" -m torch.distributed.run)
 fi
 
+rendezvous=(--standalone)  # takes no id
+if [[ -n ${RUN_ID:-} ]]; then
+    rendezvous=(--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id="$RUN_ID")
+fi
+
 echo "telemetry goes to:  $OUTPUT_DIR"
 printf 'compare the ranks:  torchinstruments merge %q\n' "$OUTPUT_DIR"
-exec "${torchrun[@]}" --standalone --nproc-per-node="${NPROC:-2}" \
+exec "${torchrun[@]}" "${rendezvous[@]}" --nproc-per-node="${NPROC:-2}" \
     "$project/examples/ddp_language_model.py" "$@"

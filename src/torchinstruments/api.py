@@ -6,6 +6,7 @@ What is here checks arguments and puts the rooms together; nothing is measured, 
 import itertools
 import math
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -48,13 +49,14 @@ from torchinstruments.sinks.sink import Sink
 from torchinstruments.statistics.histograms import HistogramReducer, histogram
 from torchinstruments.statistics.reducers import Reducer, default_reducers, metric_names, validate_reducers
 from torchinstruments.store.layout import safe_run_id
-from torchinstruments.store.urls import check_url, is_remote
+from torchinstruments.store.urls import check_url, is_remote, redact
 
 __all__ = ["has_observer", "inject_observer", "remove_observer"]
 
 DEFAULT_OUTPUT_DIR = "stats"
 
 _channels = itertools.count()
+_PLACEHOLDER = re.compile(r"\{[^{}/]*\}")
 
 
 def inject_observer(
@@ -338,6 +340,12 @@ def _destination(
         )
     url = output_dir if isinstance(output_dir, str) else os.fspath(Path(output_dir))
     check_url(url)
+    unknown = next((name for name in _PLACEHOLDER.findall(url) if name != "{run_id}"), None)
+    if unknown is not None:
+        raise ConfigurationError(
+            f"output_dir={redact(url)!r} has the placeholder {unknown}, which stands for nothing; {{run_id}} "
+            f"is the only one, so write the name itself, without braces"
+        )
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise ConfigurationError(
             f"storage_options of type {type(storage_options).__name__} is not possible; give a dict in "
@@ -371,8 +379,8 @@ def _refuse_beside_directory(
     for name, is_given in given.items():
         if is_given:
             raise ConfigurationError(
-                f"{name} and a DirectorySink conflict: both say it of the run's folder; give {name} to the "
-                f"DirectorySink, or leave the DirectorySink out"
+                f"{name} and a DirectorySink conflict, since the DirectorySink has its own {name}; give "
+                f"{name} to the DirectorySink alone, or leave the DirectorySink out"
             )
 
 

@@ -5,7 +5,7 @@ from enum import Enum, StrEnum
 
 from torchinstruments.errors import ConfigurationError
 
-__all__ = ["UNSET", "ErrorPolicy", "HistoryConfig", "RankPolicy", "Unset"]
+__all__ = ["MAX_ROWS", "UNSET", "ErrorPolicy", "HistoryConfig", "RankPolicy", "Unset"]
 
 
 class Unset(Enum):
@@ -20,6 +20,9 @@ class Unset(Enum):
 
 UNSET = Unset.UNSET
 """Not given, which is not the same as None."""
+
+MAX_ROWS = 10**12
+"""What the numbers of a `HistoryConfig` may be at most."""
 
 
 class ErrorPolicy(StrEnum):
@@ -57,7 +60,7 @@ class HistoryConfig:
         window: Samples in each of the two adjacent windows of a series summary.
 
     Raises:
-        ConfigurationError: One of them is not a whole number of at least 1.
+        ConfigurationError: One of them is not a whole number from 1 to `MAX_ROWS`.
     """
 
     buffer_rows: int = 8192
@@ -70,4 +73,9 @@ class HistoryConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigurationError(
                     f"HistoryConfig({name}={value!r}) is not possible; give a whole number of at least 1"
+                )
+            if value > MAX_ROWS:
+                raise ConfigurationError(
+                    f"HistoryConfig({name}={value!r}) is not possible; give a whole number of at most "
+                    f"{MAX_ROWS:,}, more than any run has"
                 )

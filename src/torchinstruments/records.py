@@ -659,8 +659,8 @@ class ErrorRecord:
 
     Attributes:
         probe: ``sampler``, ``selector``, ``reducer``, ``forward``, ``gradient``, ``optimizer``,
-            ``loss_scale``, ``step``, ``clock``, ``histogram``, ``fingerprint``, ``alignment``, ``sink`` or
-            ``storage``.
+            ``loss_scale``, ``step``, ``clock``, ``histogram``, ``fingerprint``, ``alignment``, ``tracing``,
+            ``bypassed``, ``scripted_module``, ``sink`` or ``storage``.
         module: Layer, where there is one.
         type: Class name of the exception.
         message: Its text, at most 500 characters.
@@ -689,6 +689,8 @@ class Counters:
         collection_s: Seconds of the training thread.
         writer_s: Seconds of the writer thread's own work.
         errors: Errors by probe.
+        histograms_missing: Histograms that were due and could not be had of their tensors, by reason; one
+            that failed by itself is an error.
     """
 
     forwards: int = 0
@@ -701,6 +703,7 @@ class Counters:
     collection_s: float = 0.0
     writer_s: float = 0.0
     errors: Mapping[str, int] = field(default_factory=dict)
+    histograms_missing: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

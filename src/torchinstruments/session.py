@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 from torchinstruments.config import ErrorPolicy, HistoryConfig
 from torchinstruments.enrolment import (
@@ -40,12 +41,14 @@ from torchinstruments.records import (
     ErrorRecord,
     Identity,
     ModuleRecord,
+    error_text,
 )
 from torchinstruments.sinks.delivery import EXIT_TIMEOUT_S, Delivery, others_may_train
 from torchinstruments.sinks.directory import RankFolderSink
 from torchinstruments.sinks.event_files import HistogramFiles, open_histogram_files
 from torchinstruments.sinks.sink import Sink
 from torchinstruments.store.filesystem import redact
+from torchinstruments.store.spool_folder import LOG as UPLOADER_LOG
 from torchinstruments.store.writer import RankWriter
 from torchinstruments.warning_place import warn_user
 
@@ -234,9 +237,12 @@ class RunSession:
         return self._delivery.flush(max(end_s - time.monotonic(), 0.0))
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Ends the run for this process; returns whether all of it became durable in time. Idempotent."""
+        """Ends the run for this process; returns whether all of it became durable in time. Idempotent.
+
+        A sink that calls it is answered with False at once, and the run ends after the sink's call.
+        """
         if self._is_closed:
-            return True
+            return self._delivery.close(CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
         self._is_closed = True
         if self._schedule is not None:
             self._schedule.stop()
@@ -249,20 +255,29 @@ class RunSession:
         if enrolment is not None and enrolment.agreement.service is not None:
             enrolment.agreement.service.stop()
         arrived = self._delivery.close(wait_s)
+        emptiness = self._delivery.emptiness
+        if emptiness:
+            self._warn("no value", f"the run has samples, but not one value: {emptiness}")
         dropped = self.counters(self._source()).rows_dropped
         if dropped:
             self._warn(
                 "dropped", f"{dropped} rows of history were given up; the manifest in {self.url} says why"
             )
-        if not arrived and self._observing and not dropped:
-            where = enrolment.spool_path if enrolment is not None else ""
-            self._warn(
-                "late",
-                f"not everything has reached {self.url} yet; the rest lies in {where} and is still carried"
-                if where
-                else f"not everything reached {self.url}; its manifest says what was given up",
-            )
+        # A sink that ends the run is answered before the end; what fails then is told by itself.
+        if not arrived and self._observing and not dropped and not self._delivery.on_writer_thread:
+            self._warn("late", self._lateness("" if enrolment is None else enrolment.spool_path))
         return arrived
+
+    def _lateness(self, spool_path: str) -> str:
+        """Returns what is said where not everything has arrived at the close."""
+        if not spool_path:
+            return f"not everything reached {self.url}; its manifest says what was given up"
+        log = Path(spool_path).parent / UPLOADER_LOG
+        return (
+            f"not everything has reached {self.url} yet; the rest lies in {spool_path} and is still carried, "
+            f"by an uploader that keeps the endpoint and credentials it was started with; if {log} says that "
+            f"they are wrong, end the process that is named there and start the job again"
+        )
 
     def abandon(self) -> None:
         """Ends the run without waiting, for a model that is gone without remove_observer (any thread)."""
@@ -446,10 +461,12 @@ class RunSession:
             writer_s=self._delivery.writer_s,
         )
 
-    def _storage_failed(self, probe: str, error: Exception) -> None:
+    def _storage_failed(self, probe: str, error: BaseException) -> None:
         """Warns once a kind of what failed in the writer thread; it is in the manifest already."""
         kind = f"{probe}:{type(error).__name__}"
-        self._warn(kind, f"{probe} failed: {type(error).__name__}: {error}; training goes on")
+        text = error_text(error)
+        what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        self._warn(kind, f"{probe} failed: {what}; training goes on")
 
     def _warn(self, kind: str, sentence: str) -> None:
         """Warns once a kind; where warnings are errors it is logged instead, for training must go on."""

@@ -198,6 +198,10 @@ def test_a_store_that_is_merely_down_does_not_stop_training(tmp_path: Path) -> N
     assert "TRAINED" in done.stdout
     assert "unverified" in done.stderr
     assert list((tmp_path / "spool").rglob("*-history-*.parquet"))
+    (log,) = (tmp_path / "spool").rglob("uploader.log")
+    assert (
+        f"by an uploader that keeps the endpoint and credentials it was started with; if {log}" in done.stderr
+    )
     end_uploaders(tmp_path / "spool")
 
 

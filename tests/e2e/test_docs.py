@@ -1,18 +1,24 @@
 """What README and docs say is run, and what they list is compared with the code."""
 
+import dataclasses
 import inspect
+import json
 import os
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 import pytest
 
 from torchinstruments import inject_observer, open_run
 from torchinstruments.environment import SPOOL_DIR
-from torchinstruments.records import Reason
+from torchinstruments.merge.entries import SUMMARY_SCHEMA
+from torchinstruments.records import Counters, ErrorRecord, Evidence, ModuleRecord, Outcome, Reason
+from torchinstruments.store.catalog import ModuleCatalog
+from torchinstruments.store.manifest import Manifest, TableState
 from torchinstruments.store.schema import TABLE_SCHEMAS
 from torchinstruments.testing.object_store import ObjectStore
 
@@ -26,20 +32,26 @@ PAGES = sorted(
 )
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FOLDER = re.compile(r'output_dir="([^"]+)"')
+TEXTLESS_LINK = re.compile(r"(?<!!)\[\s*\]\(")
 LINK = re.compile(r"\[[^\]]*\]\(([^)#:]+)\)")
+# A model and a loop, as the pages say; whatever else a block uses it has to import itself.
 GIVEN = """
-import torch
-from torch import nn
+def given():
+    import torch
 
-model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+    def train(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(25):
+            output = model(torch.randn(8, 4))
+            torch.nn.functional.cross_entropy(output, torch.randint(2, (8,))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2)), train
 
 
-def train(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(25):
-        nn.functional.cross_entropy(model(torch.randn(8, 4)), torch.randint(2, (8,))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+model, train = given()
+del given
 """
 
 
@@ -116,8 +128,10 @@ def test_the_first_commands_write_what_the_readme_shows(checkout: Path) -> None:
     ids=lambda block: block.page,
 )
 def test_shell_blocks_run(checkout: Path, block: Block) -> None:
-    """Every command of a block marked bash succeeds."""
+    """Every command of a block marked bash succeeds, and a run that it names has that name."""
     assert run_shell(block.text, checkout)
+    for run_id, folder in re.findall(r"RUN_ID=(\S+) OUTPUT_DIR=(\S+)", block.text):
+        assert json.loads((checkout / folder / "run.json").read_bytes())["run_id"] == run_id
 
 
 @pytest.mark.parametrize(
@@ -169,6 +183,12 @@ def test_links_lead_somewhere(page: str) -> None:
         assert (PROJECT / page).parent.joinpath(target).exists(), target
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_links_have_a_text(page: str) -> None:
+    """A plain view of Markdown shows nothing of a link without one."""
+    assert not TEXTLESS_LINK.search((PROJECT / page).read_text(encoding="utf-8"))
+
+
 def test_every_column_is_described() -> None:
     """The page on storage names each column of each table."""
     text = (PROJECT / "docs" / "storage-layout.md").read_text(encoding="utf-8")
@@ -176,6 +196,55 @@ def test_every_column_is_described() -> None:
         section = text[text.index(f"**{table}**") :]
         for name in schema.names[3:]:
             assert f"`{name}`" in section, f"{table}.{name}"
+
+
+def described(heading: str) -> set[str]:
+    """Returns the names in the first column and, in code, in the second of a table of the page on storage."""
+    text = (PROJECT / "docs" / "storage-layout.md").read_text(encoding="utf-8")
+    table = text[text.index(f"| {heading} |") :].partition("\n\n")[0]
+    return set(re.findall(r"`(\w+)`", table))
+
+
+def first_column(heading: str) -> set[str]:
+    """Returns the names in the first column alone."""
+    text = (PROJECT / "docs" / "storage-layout.md").read_text(encoding="utf-8")
+    rows = text[text.index(f"| {heading} |") :].partition("\n\n")[0].splitlines()[2:]
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+
+
+def test_every_column_of_the_merged_summary_is_described() -> None:
+    """The page on storage names each column of summary.parquet, and no other."""
+    text = (PROJECT / "docs" / "storage-layout.md").read_text(encoding="utf-8")
+    table = text[text.index("`summary.parquet` has one row") :].split("\n\n")[1]
+    names = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(names) == sorted(SUMMARY_SCHEMA.names)
+
+
+def test_every_field_of_the_documents_is_described() -> None:
+    """The page on storage names what manifests and catalogs hold, down to their nested records."""
+    of_manifest = {field.name for field in dataclasses.fields(Manifest)}
+    assert first_column("of `process-*.json`") == of_manifest
+    nested = {field.name for one in (TableState, Counters, ErrorRecord) for field in dataclasses.fields(one)}
+    assert nested <= described("of `process-*.json`")
+    assert first_column("of `modules-*.json`") == {field.name for field in dataclasses.fields(ModuleCatalog)}
+    assert {field.name for field in dataclasses.fields(ModuleRecord)} <= described("of `modules-*.json`")
+
+
+def test_every_name_under_coverage_is_described(checkout: Path) -> None:
+    """The page on storage names what a merge writes there, in its first column."""
+    coverage = open_run(str(checkout / "runs" / "first")).coverage()
+    assert first_column("of `coverage`") == set(coverage)
+    alignment = coverage["alignment"]
+    assert isinstance(alignment, dict)
+    assert set(alignment) <= described("of `coverage`")
+
+
+@pytest.mark.parametrize(("column", "values"), [("outcome", Outcome), ("evidence", Evidence)])
+def test_what_a_step_can_say_is_described(column: str, values: type[StrEnum]) -> None:
+    """Each value of the two columns stands in the column's own row."""
+    text = (PROJECT / "docs" / "storage-layout.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| `{column}` \|.*$", text, re.MULTILINE)
+    assert {value.value for value in values} <= set(re.findall(r"`(\w+)`", row))
 
 
 def test_described_reasons_exist() -> None:

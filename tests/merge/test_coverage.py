@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -264,10 +265,31 @@ def test_a_rank_number_held_twice_at_once_is_an_overlap(tmp_path: Path) -> None:
     run = whole_run(tmp_path / "run")
     run.manifest(1, "000000f1")
     found = coverage_of(run)["overlapping_ranks"]
-    assert found == [{"rank": 1, "generation": 0, "processes": [process_of(1), "000000f1"]}]
+    assert found == [
+        {"rank": 1, "generation": 0, "processes": [process_of(1), "000000f1"], "same_sample_ids": False}
+    ]
     run.manifest(
         1, "000000f1", started_at="2026-02-01T00:00:00+00:00", written_at="2026-02-01T01:00:00+00:00"
     )
+    assert coverage_of(run)["overlapping_ranks"] == []
+
+
+def test_two_starts_that_counted_the_same_sample_ids_are_an_overlap(tmp_path: Path) -> None:
+    """One after the other they held a rank of one generation, which the store would have counted apart."""
+    run = whole_run(tmp_path / "run", 1)
+    later = {"started_at": "2026-02-01T00:00:00+00:00", "written_at": "2026-02-01T01:00:00+00:00"}
+    table = {"samples": TableState(next_part=1, rows=2)}
+    run.manifest(0, "000000f1", verified=False, tables=table, last_sample_id=1, **later)
+    at = datetime(2026, 2, 1, tzinfo=UTC)
+    run.samples(0, [{"sample_id": one, "started_at": at} for one in range(2)], "000000f1")
+    coverage = coverage_of(run)
+    assert coverage["overlapping_ranks"] == [
+        {"rank": 0, "generation": 0, "processes": [process_of(0), "000000f1"], "same_sample_ids": True}
+    ]
+    assert coverage["unverified_ranks"] == [0]
+    assert not coverage["complete"]
+    # Those of another generation begin elsewhere, and of the same one ids that go on are nobody else's.
+    run.samples(0, [{"sample_id": 4 + one, "started_at": at} for one in range(2)], "000000f1")
     assert coverage_of(run)["overlapping_ranks"] == []
 
 

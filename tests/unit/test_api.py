@@ -496,7 +496,15 @@ def test_histograms_cover_the_layers_in_focus_alone(tmp_path: Path) -> None:
         ({"histograms": (histogram(), histogram())}, "'distribution' twice"),
         ({"histograms": histogram()}, "histograms="),
         ({"sink": 3}, "3"),
-        ({"sink": DirectorySink("x"), "output_dir": "y"}, "output_dir and a DirectorySink conflict"),
+        (
+            {"output_dir": "runs/{foo}/{run_id}"},
+            "output_dir='runs/{foo}/{run_id}' has the placeholder {foo}, which stands for nothing; {run_id}",
+        ),
+        ({"output_dir": "runs/{}"}, "has the placeholder {}, "),
+        (
+            {"sink": DirectorySink("x"), "output_dir": "y"},
+            "output_dir and a DirectorySink conflict, since the DirectorySink has its own output_dir",
+        ),
         ({"sink": DirectorySink("x"), "run_id": "y"}, "run_id and a DirectorySink conflict"),
         (
             {"sink": DirectorySink("x"), "history_config": HistoryConfig()},

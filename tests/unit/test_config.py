@@ -16,6 +16,14 @@ def test_a_setting_that_is_no_positive_whole_number_is_refused(field: str, value
         HistoryConfig(**{field: value})
 
 
+@pytest.mark.parametrize("field", ["buffer_rows", "window"])
+def test_a_setting_beyond_any_run_is_refused(field: str) -> None:
+    """Up to 10**12 it is taken; larger ones could not be persisted everywhere."""
+    assert getattr(HistoryConfig(**{field: 10**12}), field) == 10**12
+    with pytest.raises(ConfigurationError, match=rf"{field}=1000000000001\).*at most 1,000,000,000,000"):
+        HistoryConfig(**{field: 10**12 + 1})
+
+
 def test_the_defaults_are_those_of_the_documentation() -> None:
     """8192 rows and windows of 20 samples."""
     assert (HistoryConfig().buffer_rows, HistoryConfig().window) == (8192, 20)

@@ -52,9 +52,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
         sys.stdout.write(encode_document(dict(merged.result)).decode())
     file = sys.stderr if arguments.as_json else sys.stdout
-    _print_summary(merged, file)
+    num_samples = _print_summary(merged, file)
     print_runs_beside(folders, file)
-    return 0 if merged.complete else 1
+    return 0 if merged.complete and num_samples else 1
 
 
 COMMAND = Command(
@@ -67,7 +67,8 @@ COMMAND = Command(
 )
 
 
-def _print_summary(merged: "MergeResult", file: TextIO) -> None:
+def _print_summary(merged: "MergeResult", file: TextIO) -> int:
+    """Prints what came of a merge; returns how many samples there are."""
     coverage = _record(merged.result["coverage"])
     run = _record(merged.result["run"])
     processes = _records(merged.result["ranks"])
@@ -79,6 +80,7 @@ def _print_summary(merged: "MergeResult", file: TextIO) -> None:
     print(f"  {'read':<12} {count_text(rows, 'row')} of {count_text(samples, 'sample')}", file=file)
     print(f"  {'result':<12} {merged.url.rstrip('/')}/result.json", file=file)
     _print_widest(merged, file)
+    return samples
 
 
 def _headline(num_samples: int, *, is_complete: bool) -> str:
@@ -101,7 +103,14 @@ def _coverage_lines(coverage: _Record) -> list[tuple[str, str]]:
     for overlap in _records(coverage["overlapping_ranks"]):
         processes = ", ".join(str(one) for one in _list(overlap["processes"]))
         where = f"rank {overlap['rank']} of generation {overlap['generation']}"
-        lines.append(("overlap", f"{where} was held by several live processes: {processes}"))
+        how = "by several processes, which gave out the same sample ids"
+        if not overlap["same_sample_ids"]:
+            how = "by several live processes"
+        lines.append(("overlap", f"{where} was held {how}: {processes}"))
+    unverified = _integers(coverage["unverified_ranks"])
+    if unverified:
+        ranks = f"{count_text(len(unverified), 'rank')} ({ranks_text(unverified)})"
+        lines.append(("unverified", f"{ranks}: began without an answer of leader or store"))
     lines += _file_lines(coverage)
     for noun, key in (("dropped", "rows_dropped"), ("foreign", "foreign_parts")):
         number = _integer(coverage[key])

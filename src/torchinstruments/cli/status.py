@@ -22,10 +22,10 @@ _HEADINGS = (
     "status",
     "host",
     "as of",
-    "last id",
-    "age",
-    "samples",
-    "rows",
+    "last stored",
+    "its age",
+    "measured",
+    "rows stored",
     "in spool",
     "dropped",
     "errors",
@@ -38,12 +38,16 @@ _MAX_NAMED_FILES = 10
 class _ProcessStatus:
     """Where one process stands.
 
+    Samples and errors are as the process had counted them when its manifest was written; the last sample and
+    the rows are what was durable by then, so the two need not agree while it runs.
+
     Attributes:
         rank: Its rank.
         process: 8 hex digits.
         generation: Its generation.
         status: ``running``, ``closed`` or ``interrupted``.
         host: Host name.
+        started_at: When the process attached, ISO 8601 UTC, by its host's clock.
         manifest_age_s: Seconds since its manifest was written, which is what everything here is as of.
         samples: Root forwards measured.
         last_sample_id: Last durable sample.
@@ -60,6 +64,7 @@ class _ProcessStatus:
     generation: int
     status: str
     host: str
+    started_at: str
     manifest_age_s: float | None
     samples: int
     last_sample_id: int | None
@@ -103,8 +108,9 @@ COMMAND = Command(
     name="status",
     summary="list the ranks of a run: last sample and its age, rows, drops, status",
     description="Lists the ranks of a run by what their manifests say. A job rewrites them at most once a "
-    "minute and at least every 5 minutes; 'as of' is the age of each. Reads no measurement, so it is quick, "
-    "and works while the job runs.",
+    "minute and at least every 5 minutes; 'as of' is the age of each. 'measured' and 'errors' are what a "
+    "process had counted by then, 'last stored', 'its age' and 'rows stored' what of it was durable; ages "
+    "are by this host's clock. Reads no measurement, so it is quick, and works while the job runs.",
     add_arguments=add_place_arguments,
     run=_run,
 )
@@ -130,8 +136,21 @@ def _status(inventory: "Inventory", folders: Folders, now_s: float) -> _RunStatu
             {"file": f"{inventory.storages[one.source].url.rstrip('/')}/{one.path}", "reason": one.reason}
             for one in inventory.set_aside
         ],
-        ranks=[_process_status(inventory, one, store_s, now_s) for one in inventory.manifests],
+        ranks=[
+            _process_status(inventory, one, store_s, now_s)
+            for one in sorted(inventory.manifests, key=_by_start)
+        ],
     )
+
+
+def _by_start(found: "ManifestFile") -> tuple[int, int, float, str]:
+    """Orders the processes of a rank by when they began; within a generation nothing else tells."""
+    manifest = found.manifest
+    try:
+        started_s = datetime.fromisoformat(manifest.started_at).timestamp()
+    except ValueError:
+        started_s = float("-inf")
+    return (manifest.rank, manifest.generation, started_s, manifest.process)
 
 
 def _process_status(
@@ -148,6 +167,7 @@ def _process_status(
         generation=manifest.generation,
         status=process_status(inventory, found, store_s).value,
         host=manifest.host,
+        started_at=manifest.started_at,
         manifest_age_s=_manifest_age_s(found, store_s, now_s),
         samples=manifest.counters.samples,
         last_sample_id=manifest.last_sample_id,

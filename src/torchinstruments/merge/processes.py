@@ -86,17 +86,46 @@ class ProcessView:
 
 
 def overlapping_ranks(views: Sequence[ProcessView]) -> list[dict[str, object]]:
-    """Returns the rank numbers that two processes of one generation held at the same time."""
+    """Returns the rank numbers that two processes of one generation cannot both have held.
+
+    They held it at the same time, or one after the other and gave out the same sample ids: two starts that
+    could not reach the store to count generations.
+    """
     by_place: dict[tuple[int, int], list[ProcessView]] = {}
     for view in views:
         for generation in view.generations:
             by_place.setdefault((view.rank, generation), []).append(view)
     found: list[dict[str, object]] = []
     for (rank, generation), held in sorted(by_place.items()):
-        processes = sorted({name for pair in _overlaps(held) for name in pair})
+        colliding = _collisions(held)
+        processes = sorted({name for pair in [*_overlaps(held), *colliding] for name in pair})
         if processes:
-            found.append({"rank": rank, "generation": generation, "processes": processes})
+            found.append(
+                {
+                    "rank": rank,
+                    "generation": generation,
+                    "processes": processes,
+                    "same_sample_ids": bool(colliding),
+                }
+            )
     return found
+
+
+def _collisions(views: Sequence[ProcessView]) -> list[tuple[str, str]]:
+    """Pairs of processes with samples of the same ids, which only the process tells apart."""
+    spans = [
+        (view.rows.first_sample_id, view.rows.last_sample_id, view.process)
+        for view in views
+        if view.rows is not None
+        and view.rows.first_sample_id is not None
+        and view.rows.last_sample_id is not None
+    ]
+    return [
+        (process, other)
+        for place, (first, last, process) in enumerate(spans)
+        for other_first, other_last, other in spans[place + 1 :]
+        if first <= other_last and other_first <= last
+    ]
 
 
 def _overlaps(views: Sequence[ProcessView]) -> list[tuple[str, str]]:
@@ -156,6 +185,7 @@ def _costs(manifest: Manifest | None) -> dict[str, object]:
             "bytes": counters.bytes,
             "collection_s": counters.collection_s,
             "writer_s": counters.writer_s,
+            "histograms_missing": dict(sorted(counters.histograms_missing.items())),
         },
     }
 

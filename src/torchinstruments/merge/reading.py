@@ -340,6 +340,7 @@ def _process_rows(tally: _ProcessTally) -> ProcessRows:
         # A sample whose state changed later has a row for each state.
         samples=len(np.unique(ids[~missed])),
         missed_samples=len(np.unique(ids[missed])),
+        first_sample_id=int(ids.min()) if has_samples else None,
         last_sample_id=int(ids.max()) if has_samples else None,
         first_sample_at_us=int(times.min()) if has_samples else None,
         last_sample_at_us=int(times.max()) if has_samples else None,

@@ -64,6 +64,7 @@ class ProcessRows:
         generations: Generations that its rows tell.
         samples: Distinct samples.
         missed_samples: Samples that other ranks took and this process could not.
+        first_sample_id: Lowest sample, None where there is none.
         last_sample_id: Highest sample, None where there is none.
         first_sample_at_us: When its first sample began: microseconds since the epoch, UTC.
         last_sample_at_us: When its last sample began.
@@ -73,6 +74,7 @@ class ProcessRows:
     generations: tuple[int, ...]
     samples: int
     missed_samples: int
+    first_sample_id: int | None
     last_sample_id: int | None
     first_sample_at_us: int | None
     last_sample_at_us: int | None

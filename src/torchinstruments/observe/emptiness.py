@@ -50,6 +50,9 @@ def likely_reason(
     if sampling.get("type") == "every_n_steps":
         return (
             f"EveryNStepsSampler({n}) chose none of {forwards} forwards: fewer than {n} attempts at an "
-            f"optimizer step were seen, and only optimizers that hold the model's parameters count"
+            f"optimizer step were seen, and only optimizers that hold the model's parameters count; take a "
+            f"smaller n, or EveryNForwardsSampler(n) where no optimizer steps"
         )
+    if sampling.get("type") == "every_n_forwards":
+        return f"EveryNForwardsSampler({n}) chose none of the {forwards} forwards seen; take a smaller n"
     return f"the sampler ({sampling.get('type')}) chose none of the {forwards} forwards that were seen"

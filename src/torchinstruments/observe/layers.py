@@ -20,6 +20,7 @@ from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.fused import fused_regions
 from torchinstruments.observe.selection import Layer, Selector, select_layers
 from torchinstruments.observe.wrappers import is_compiled_in_place
+from torchinstruments.records import Reason
 
 __all__ = ["MAX_SELECTIONS", "ObservedLayers", "Structure"]
 
@@ -118,8 +119,11 @@ class ObservedLayers:
         """Reports what cannot be observed of the model."""
         for layer in self.current:
             if not layer.takes_hooks:
-                self._faults.report(
-                    "selector", layer.name, TypeError("a scripted module takes no forward hooks")
+                self._faults.notice(
+                    Reason.SCRIPTED_MODULE.value,
+                    layer.name,
+                    f"the layer {layer.name!r} is a scripted module, which takes no hooks: its rows have no "
+                    f"values and say scripted_module; select modules around it",
                 )
         if is_compiled_in_place(model):
             self._faults.warn(

@@ -36,6 +36,16 @@ class Observer:
         self._probe = probe
         self._url = url
         self._is_closed = False
+        self._is_disarmed = False
+
+    def __repr__(self) -> str:
+        """Returns where the run lies, what was measured so far and whether it goes on."""
+        if self._probe is None:
+            return f"{type(self).__name__}({self._url!r}, observes nothing)"
+        state = "observing" if self.observing else "closed" if self._is_closed else "not observing"
+        counters = self.counters
+        measured = f"{counters.samples} of {counters.forwards} forwards measured"
+        return f"{type(self).__name__}({self.url!r}, {state}, {measured})"
 
     @property
     def url(self) -> str:
@@ -69,7 +79,10 @@ class Observer:
         return self._probe.session.flush(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Detaches from the model and ends the run for this process. Closing again does nothing.
+        """Detaches from the model and ends the run for this process.
+
+        Closing again only waits for the same end. A sink may close too: it is answered with False, and the
+        run ends after the sink's call.
 
         Args:
             timeout_s: Seconds to wait at most until everything is durable; None leaves it to the run.
@@ -80,12 +93,14 @@ class Observer:
         Raises:
             Exception: With ``error_policy="raise"``, an error of collection that was not raised before.
         """
-        if self._is_closed:
+        if self._probe is None or self._is_disarmed:
+            self._is_closed = True
+            registry.strike(self)
             return True
+        if self._is_closed:
+            return self._probe.session.close(timeout_s)
         self._is_closed = True
         registry.strike(self)
-        if self._probe is None:
-            return True
         self._probe.finish()
         is_durable = self._probe.session.close(timeout_s)
         self._probe.raise_pending()
@@ -152,7 +167,7 @@ class Observer:
 
     def disarm(self) -> None:
         """Makes it do nothing for ever (in a forked child, before anything else runs there)."""
-        self._is_closed = True
+        self._is_closed = self._is_disarmed = True
         if self._probe is not None:
             self._probe.disarm()
 

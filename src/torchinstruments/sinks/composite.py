@@ -59,7 +59,7 @@ class CompositeSink:
             for sink in self.sinks:
                 sink.initialize(run, modules)
                 begun.append(sink)
-        except Exception as error:
+        except BaseException as error:
             for sink in reversed(begun):
                 try:
                     sink.close()

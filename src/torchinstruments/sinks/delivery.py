@@ -2,8 +2,9 @@
 
 One daemon thread a process. It sleeps about a second at a time and works in batches, since a thread that is
 busy beside training slows every step. Until `Delivery.start` says which run this is, things only queue. Sinks
-are isolated: what one raises is counted, told to the sinks that keep errors and to the owner, and goes no
-further.
+are isolated: what one raises, an end of the program or a cancelled task too, is counted, told to the sinks
+that keep errors and to the owner, and goes no further. Should the thread end all the same, what it leaves
+undone is counted as dropped and told.
 
 A forked child has no writer thread; its copy takes nothing and does nothing. When the main thread has ended,
 whatever is still open is flushed for a few seconds; it is closed and its manifest marked then, or once the
@@ -31,6 +32,7 @@ from torchinstruments.records import (
     Identity,
     ModuleRecord,
     RunRecord,
+    error_text,
 )
 from torchinstruments.sinks.outbox import (
     Attempts,
@@ -42,6 +44,7 @@ from torchinstruments.sinks.outbox import (
     describe,
 )
 from torchinstruments.sinks.sink import RankAware, Sink, TelemetrySink
+from torchinstruments.sinks.yields import Yield
 
 __all__ = ["EXIT_TIMEOUT_S", "THREAD_NAME", "Delivery", "others_may_train"]
 
@@ -53,7 +56,7 @@ EXIT_TIMEOUT_S = 5.0
 _SLEEP_S = 1.0
 _MAX_MESSAGE_CHARACTERS = 500
 
-ErrorCallback = Callable[[str, Exception], None]
+ErrorCallback = Callable[[str, BaseException], None]
 
 
 @dataclass(slots=True)
@@ -94,6 +97,7 @@ class Delivery:
         self._closing = False
         self._everything_arrived = False
         self._inert = False
+        self._has_died = False
         self._writer_s = 0.0
         self._dropped_told = Dropped()
         self._unresolved_rows = 0
@@ -102,6 +106,7 @@ class Delivery:
         self._late_lock = threading.RLock()  # a signal handler may put in the middle of a put
         self._lost_keeper = False
         self._pending_error: Exception | None = None
+        self._yield = Yield()
         _LIVE.add(self)
 
     def put_sample(self, sample: DeferredSample) -> None:
@@ -143,6 +148,11 @@ class Delivery:
         return self._outbox.dropped.scalars + self._unresolved_rows + self._unkept_rows + self._late.scalars
 
     @property
+    def emptiness(self) -> str:
+        """Why not one number of the samples so far has a value; ``""`` where one has (closing thread)."""
+        return self._yield.emptiness()
+
+    @property
     def writer_s(self) -> float:
         """Processor seconds of the writer thread so far (any thread)."""
         return self._writer_s
@@ -170,17 +180,25 @@ class Delivery:
         self._thread = threading.Thread(target=self._work, args=(run,), name=THREAD_NAME, daemon=True)
         self._thread.start()
 
-    def report(self, probe: str, error: Exception) -> None:
+    @property
+    def on_writer_thread(self) -> bool:
+        """Whether the caller is the writer thread, as a sink is (any thread)."""
+        return self._thread is threading.current_thread()
+
+    def report(self, probe: str, error: BaseException) -> None:
         """Takes a failure of a sink or a store: for the owner, and for `pending_error` (writer thread)."""
         if self._pending_error is None:
-            self._pending_error = error
+            self._pending_error = error if isinstance(error, Exception) else _as_failure(error)
         if self._on_error is not None:
             # Whoever is told of errors must not make more of them.
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(BaseException):
                 self._on_error(probe, error)
 
     def pending_error(self) -> Exception | None:
-        """Returns the first failure that was not returned yet, for ``error_policy="raise"`` (any thread)."""
+        """Returns the first failure that was not returned yet, for ``error_policy="raise"`` (any thread).
+
+        What ends a program, raised by a sink, is a `RuntimeError` here: it was not meant for the training.
+        """
         error, self._pending_error = self._pending_error, None
         return error
 
@@ -193,16 +211,19 @@ class Delivery:
         thread = self._thread
         if self._inert:
             return True
-        if thread is None or self._closing or thread is threading.current_thread():
+        if thread is None or self._closing or self._has_died or thread is threading.current_thread():
             return self._everything_arrived
         request = _Flush()
         self._requests.put(request)
+        if self._has_died:
+            return False  # the thread ended in between, and may not have seen the request
         return request.done.wait(timeout_s) and request.durable
 
     def close(self, timeout_s: float, *, complete: bool = True) -> bool:
         """Hands over what waits, closes the sinks and ends the thread; further calls wait for the same end.
 
-        False where a sink that stores could not begin: what it would have stored is counted as dropped.
+        False where a sink that stores could not begin: what it would have stored is counted as dropped. A
+        sink may call it too: it is answered with False, and the thread closes after the call.
 
         Args:
             timeout_s: How long to wait. The thread goes on after it, as long as the process lives.
@@ -217,16 +238,16 @@ class Delivery:
         if thread is None:
             self._closing = True
             return len(self._outbox) == 0
-        if thread is threading.current_thread():
-            return False
         if not self._closing:
             self._closing = True
             self._requests.put(_Close(time.monotonic() + timeout_s, complete))
+        if thread is threading.current_thread():
+            return False
         thread.join(timeout_s)
         return self._everything_arrived
 
     def _takes_nothing(self) -> bool:
-        return self._inert or self._closing
+        return self._inert or self._closing or self._has_died
 
     def _refuse(self, deliveries: int = 0, scalars: int = 0, records: int = 0, fingerprints: int = 0) -> None:
         """Counts what came after the close, and says so once (training thread)."""
@@ -241,28 +262,66 @@ class Delivery:
                 before.fingerprints + fingerprints,
             )
         if before.scalars == 0 and scalars and self._on_error is not None:
+            came, way_out = "after the run was closed", "after the last forward and backward"
+            if self._has_died:
+                came, way_out = "after the writer thread had ended", "and attach again to go on measuring"
             error = RuntimeError(
-                f"a sample came after the run was closed, and its {scalars} scalars were dropped, as those "
-                f"of further ones will be; call remove_observer(model) after the last forward and backward"
+                f"a sample came {came}, and its {scalars} scalars were dropped, as those "
+                f"of further ones will be; call remove_observer(model) {way_out}"
             )
             with contextlib.suppress(Exception):
                 self._on_error("sink", error)
 
     def _work(self, run: RunRecord) -> None:
         """The writer thread, from start to end."""
-        self._initialize(run)
-        while True:
-            request = self._next_request()
-            self._hand_over()
-            if isinstance(request, _Close):
-                self._everything_arrived = self._finish(request)
-                break
-            if isinstance(request, _Flush):
-                self._flush(request)
-            for keeper in self._keepers:
-                self._call(keeper, keeper.tick)
-            self._writer_s = time.thread_time()
+        try:
+            self._initialize(run)
+            while not self._serve(self._next_request()):
+                self._writer_s = time.thread_time()
+        except BaseException as error:  # noqa: BLE001 - what was left here has to be counted
+            self._die(error)
         self._writer_s = time.thread_time()
+
+    def _serve(self, request: "_Flush | _Close | None") -> bool:
+        """Does one round; returns whether it was the last one."""
+        self._hand_over()
+        if isinstance(request, _Close):
+            self._everything_arrived = self._finish(request)
+            return True
+        if isinstance(request, _Flush):
+            self._flush(request)
+        for keeper in self._keepers:
+            self._call(keeper, keeper.tick)
+        return False
+
+    def _die(self, error: BaseException) -> None:
+        """Counts what waits as dropped, says so, and makes durable what was taken (at the thread's end).
+
+        Nothing marks the run's folder as closed: readers find a process that was interrupted.
+        """
+        self._has_died = True
+        lost = 0
+        while (item := self._outbox.take()) is not None:
+            lost += _num_rows(item)
+        self._unresolved_rows += lost
+        self._fail(
+            "sink",
+            "",
+            RuntimeError(
+                f"the writer thread ended by {_named(error)}; {lost} scalars that "
+                f"waited were dropped, as those of further samples will be"
+            ),
+        )
+        for sink in self._sinks:
+            if isinstance(sink, TelemetrySink):
+                self._call(sink, sink.flush)
+            else:
+                self._call(sink, sink.close)
+        with contextlib.suppress(Empty):
+            while True:
+                request = self._requests.get_nowait()
+                if isinstance(request, _Flush):
+                    request.done.set()
 
     def _initialize(self, run: RunRecord) -> None:
         """Tells the sinks of the run; one that could not even begin is left out from here on."""
@@ -291,8 +350,13 @@ class Delivery:
         """Gives the sinks what waits now; what comes meanwhile waits for the next round."""
         for _ in range(len(self._outbox)):
             item = self._outbox.take()
-            if item is not None:
+            if item is None:
+                continue
+            try:
                 self._hand_over_one(item)
+            except BaseException:
+                self._unresolved_rows += _num_rows(item)
+                raise
         dropped = self._outbox.dropped
         if dropped != self._dropped_told:
             error = BufferError(describe(self._dropped_told, dropped))
@@ -317,10 +381,11 @@ class Delivery:
     def _hand_over_sample(self, deferred: DeferredSample) -> None:
         try:
             sample = deferred.resolve()
-        except Exception as error:  # noqa: BLE001 - whatever a device did, training and the next sample go on
+        except BaseException as error:  # noqa: BLE001 - whatever a device did, training and the next sample go on
             self._unresolved_rows += deferred.num_scalars
             self._fail("reducer", "", error)
             return
+        self._yield.add(sample)
         if self._lost_keeper:
             self._unkept_rows += deferred.num_scalars
         for sink in self._sinks:
@@ -329,7 +394,7 @@ class Delivery:
     def _hand_over_fingerprints(self, deferred: DeferredFingerprints) -> None:
         try:
             records = deferred.resolve()
-        except Exception as error:  # noqa: BLE001 - whatever a device did, training and the next attempt go on
+        except BaseException as error:  # noqa: BLE001 - whatever a device did, training and the next attempt go on
             lost = RuntimeError(f"{deferred.num_rows} fingerprints are lost: {type(error).__name__}: {error}")
             self._fail("fingerprint", "", lost)
             return
@@ -340,7 +405,7 @@ class Delivery:
         """Returns an attempt's whole record, or what the host knew of it where a device failed."""
         try:
             return attempt.resolve()
-        except Exception as error:  # noqa: BLE001 - whatever a device did, the row is kept
+        except BaseException as error:  # noqa: BLE001 - whatever a device did, the row is kept
             self._fail("optimizer", "", error)
             return attempt.record
 
@@ -366,12 +431,13 @@ class Delivery:
         """Calls a method of a sink; returns whether it neither raised nor answered False."""
         try:
             return function(*arguments) is not False
-        except Exception as error:  # noqa: BLE001 - a sink may be anybody's code
+        except BaseException as error:  # noqa: BLE001 - a sink may be anybody's code
             self._fail("sink", type(sink).__name__, error)
             return False
 
-    def _fail(self, probe: str, where: str, error: Exception) -> None:
-        self._keep(ErrorRecord(probe, where, type(error).__name__, str(error)[:_MAX_MESSAGE_CHARACTERS]))
+    def _fail(self, probe: str, where: str, error: BaseException) -> None:
+        text = error_text(error, _MAX_MESSAGE_CHARACTERS)
+        self._keep(ErrorRecord(probe, where, type(error).__name__, text))
         self.report(probe, error)
 
     def _keep(self, record: ErrorRecord) -> None:
@@ -379,8 +445,26 @@ class Delivery:
         for keeper in self._keepers:
             try:
                 keeper.error(record)
-            except Exception as error:  # noqa: BLE001 - a sink may be anybody's code
+            except BaseException as error:  # noqa: BLE001 - a sink may be anybody's code
                 self.report("sink", error)
+
+
+def _num_rows(item: Item) -> int:
+    """Returns the rows of ``history`` that an item holds."""
+    if isinstance(item, Attempts | Fingerprints | Modules | ErrorRecord):
+        return 0
+    return item.num_scalars
+
+
+def _named(error: BaseException) -> str:
+    text = error_text(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _as_failure(error: BaseException) -> Exception:
+    failure = RuntimeError(f"a sink raised {_named(error)}")
+    failure.__cause__ = error
+    return failure
 
 
 _LIVE: "weakref.WeakSet[Delivery]" = weakref.WeakSet()

@@ -29,8 +29,9 @@ _MAX_LISTED = 1000
 class RankFolderSink:
     """Hands scalars to a `RankWriter`, and histograms to event files of TensorBoard.
 
-    A histogram that is missing is an error under the probe ``histogram`` in the manifest; the same reason for
-    the same tensor is listed once and counted every time.
+    A histogram that failed is an error under the probe ``histogram`` in the manifest; the same reason for the
+    same tensor is listed once and counted every time. One that is missing since its tensor has nothing to
+    show is counted by its reason, beside the errors.
 
     Args:
         writer: Writes the tables and documents of this process.
@@ -127,6 +128,9 @@ class RankFolderSink:
 
     def _note_missing(self, missing: Missing) -> None:
         code = missing.reason.partition(":")[0]
+        if not missing.is_failure:
+            self._writer.count_missing_histogram(code)
+            return
         key = (missing.layer, missing.tensor_path, missing.name, code)
         listed = key not in self._listed and len(self._listed) < _MAX_LISTED
         if listed:

@@ -7,12 +7,12 @@ buffered in this process: what one delivery has is one write, so that a killed r
 import importlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from torchinstruments.records import Claim, HistogramRecord, Identity
+from torchinstruments.records import Claim, HistogramRecord, Identity, Reason
 from torchinstruments.sinks.buckets import histogram_buckets
 from torchinstruments.sinks.record_format import frame
 from torchinstruments.sinks.tags import DEFAULT_PREFIX, tensor_tag
@@ -26,6 +26,8 @@ RETRY_AFTER_S = 5.0
 """After a write that failed, histograms are given up for so many seconds without another try."""
 
 _FILE_VERSION = "brain.Event:2"
+# Of a tensor, whose numbers have the same reason. Anything else a histogram came up with by itself.
+_REASONS_OF_TENSORS = frozenset(Reason) - {Reason.REDUCER_ERROR}
 _UNENCODABLE = (ValueError, TypeError, OverflowError, AttributeError)
 
 
@@ -38,12 +40,15 @@ class Missing:
         tensor_path: As in `Measurement`, with the stage behind it, where there is one.
         name: Name of the histogram.
         reason: A `Reason` with or without detail, or what failed.
+        is_failure: Whether the histogram itself failed; else there was nothing to make it of, which the
+            tensor's numbers say too.
     """
 
     layer: str
     tensor_path: str
     name: str
     reason: str
+    is_failure: bool = True
 
 
 class HistogramFiles:
@@ -76,7 +81,7 @@ class HistogramFiles:
         kept: list[HistogramRecord] = []
         for record in records:
             if record.unavailable_reason:
-                missing.append(_missing(record, record.unavailable_reason))
+                missing.append(_absent(record))
                 continue
             try:
                 encoded.append(_encoded(record, self._first_sample_id + ordinal))
@@ -150,6 +155,12 @@ def open_histogram_files(
         target, rank_folder, host=identity.host, process=identity.process, header=_file_version
     )
     return None if files is None else HistogramFiles(files, first_sample_id=claim.first_sample_id)
+
+
+def _absent(record: HistogramRecord) -> Missing:
+    reason = record.unavailable_reason
+    is_failure = reason.partition(":")[0] not in _REASONS_OF_TENSORS
+    return replace(_missing(record, reason), is_failure=is_failure)
 
 
 def _missing(record: HistogramRecord, reason: str) -> Missing:

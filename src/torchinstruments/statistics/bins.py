@@ -76,12 +76,16 @@ def bin_edges(rule: BinRule, low: Array, high: Array) -> Array:
     is_constant = low == high
     if is_constant.any():
         margin = np.where(is_constant, CONSTANT_MARGIN * np.maximum(np.abs(low), 1.0), 0.0)
-        low, high = low - margin, high + margin
+        # What is widened past the ends of float64 has sums that overflow, and so no histogram.
+        with np.errstate(over="ignore"):
+            low, high = low - margin, high + margin
     edges = _spread(rule.num_bins, low, high)
     is_narrow = ~(edges[:, 1:] > edges[:, :-1]).all(axis=1)
     if is_narrow.any():
-        margin = rule.num_bins * np.spacing(np.maximum(np.abs(low), np.abs(high)))
-        edges[is_narrow] = _spread(rule.num_bins, (low - margin)[is_narrow], (high + margin)[is_narrow])
+        with np.errstate(over="ignore", invalid="ignore"):
+            margin = rule.num_bins * np.spacing(np.maximum(np.abs(low), np.abs(high)))
+            low, high = low - margin, high + margin
+        edges[is_narrow] = _spread(rule.num_bins, low[is_narrow], high[is_narrow])
     return edges
 
 
@@ -144,15 +148,16 @@ def _whole_number_places(entries: Array, values: Array, side: Literal["left", "r
 
 
 def _spread(num_bins: int, low: Array, high: Array) -> Array:
-    """Returns evenly spaced edges from the low to the high end of each range."""
+    """Returns evenly spaced edges from the low to the high end of each range, which may be infinite."""
     way = _ways(num_bins)
     low, high = low[:, None], high[:, None]
-    span = high - low
-    edges = span * way
-    edges += low
-    if not np.isfinite(span).all():
-        # Between the ends of float64 the span itself is no float64.
-        edges = np.where(np.isfinite(span), edges, low * (1.0 - way) + high * way)
+    # Between the ends of float64 the span itself is no float64.
+    with np.errstate(over="ignore", invalid="ignore"):
+        span = high - low
+        edges = span * way
+        edges += low
+        if not np.isfinite(span).all():
+            edges = np.where(np.isfinite(span), edges, low * (1.0 - way) + high * way)
     edges[:, :1], edges[:, -1:] = low, high
     return edges
 

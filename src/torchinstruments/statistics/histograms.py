@@ -22,6 +22,7 @@ from torchinstruments.statistics.isolation import isolated
 from torchinstruments.statistics.measuring import look
 
 __all__ = [
+    "MAX_BINS",
     "HistogramRange",
     "HistogramReducer",
     "MeasuredHistogram",
@@ -31,6 +32,10 @@ __all__ = [
     "measured_histogram",
     "validate_histograms",
 ]
+
+
+MAX_BINS = 65_536
+"""Bins that a histogram may have: each sample keeps two numbers for every one of them, for each tensor."""
 
 
 class HistogramRange(Enum):
@@ -83,7 +88,7 @@ class HistogramReducer:
 
     Attributes:
         name: Its name, a part of its tag in TensorBoard; not blank.
-        bins: Bins between the edges, at least 1.
+        bins: Bins between the edges, from 1 to `MAX_BINS`.
         value_range: First and last edge, or `HistogramRange.DYNAMIC`. Entries outside of a fixed range are
             counted as underflow and overflow.
         every_n_samples: Taken of samples whose ordinal is a multiple of it.
@@ -110,6 +115,10 @@ class HistogramReducer:
                 raise ConfigurationError(
                     f"histogram {field}={number!r} is not allowed; give a whole number of at least 1"
                 )
+        if self.bins > MAX_BINS:
+            raise ConfigurationError(
+                f"histogram bins={self.bins!r} is not allowed; give a whole number of at most {MAX_BINS}"
+            )
         if self.value_range is not HistogramRange.DYNAMIC:
             object.__setattr__(self, "value_range", _checked_range(self.value_range, self.bins))
 
@@ -148,14 +157,14 @@ def histogram(
 
     Args:
         name: Its name, a part of its tag in TensorBoard.
-        bins: Bins between the edges.
+        bins: Bins between the edges, at most `MAX_BINS`.
         value_range: First and last edge, or `HistogramRange.DYNAMIC`: from the lowest to the highest finite
             entry; equal ones are widened by one part in a hundred.
         every_n_samples: Taken of samples whose ordinal is a multiple of it; 1 for every sample.
 
     Raises:
-        ConfigurationError: A blank name, fewer than one bin or sample, or a range that is not two finite
-            numbers in ascending order, far enough apart for distinct edges.
+        ConfigurationError: A blank name, fewer than one bin or sample, too many bins, or a range that is not
+            two finite numbers in ascending order, far enough apart for distinct edges.
     """
     return HistogramReducer(name=name, bins=bins, value_range=value_range, every_n_samples=every_n_samples)
 

@@ -271,6 +271,9 @@ def _coverage(collected: Collected) -> str:
         f"Rows of history: {counters.rows}; dropped: {counters.rows_dropped}",
         f"Selected layers: {len(collected.modules)}",
     ]
+    if counters.histograms_missing:
+        reasons = sorted(counters.histograms_missing.items())
+        lines.append(f"Histograms without entries: {', '.join(f'{code} {count}' for code, count in reasons)}")
     if collected.is_closed:
         lines.append(f"Layers that never fired: {_names(silent) if silent else 'none'}")
     if collected.rows_left_out:

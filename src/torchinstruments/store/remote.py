@@ -64,8 +64,8 @@ def open_remote(
             fsspec.get_filesystem_class(scheme)
         except ValueError:
             raise ConfigurationError(
-                f"the scheme {scheme!r} of {shown!r} is not known; known are "
-                f"{', '.join(sorted(fsspec.available_protocols()))}"
+                f"the scheme {scheme!r} of {shown!r} is not known; give s3://, gs://, abfs://, hdfs:// or "
+                f"another one that fsspec lists in fsspec.available_protocols(), or a local path"
             ) from None
         except ImportError as error:
             raise ConfigurationError(

@@ -162,7 +162,7 @@ class WindowRing:
         total = np.zeros(num_series, np.float64)
         # Place by place, so that the order of every sum is the order of the samples on any machine.
         with np.errstate(over="ignore", invalid="ignore"):
-            for offset in range(self._window):
+            for offset in self._offsets(num_series, back):
                 there, value = self._place(num_series, back - offset)
                 has_value = there & ~np.isnan(value)
                 observations += there
@@ -180,10 +180,15 @@ class WindowRing:
         # A mean of finite values is finite even where their sum is not: divide first, then add.
         mean = np.zeros(num_series, np.float64)
         divisor = np.maximum(valid, 1)
-        for offset in range(self._window):
+        for offset in self._offsets(num_series, back):
             there, value = self._place(num_series, back - offset)
             mean += np.where(there & ~np.isnan(value), value / divisor, 0.0)
         return mean
+
+    def _offsets(self, num_series: int, back: int) -> range:
+        """Returns the places of a window that any series has a row at; a window may be wider than the run."""
+        longest = int(self._count[:num_series].max(initial=0))
+        return range(min(max(back - longest, 0), self._window), self._window)
 
     def _place(self, num_series: int, back: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
         position = self._count[:num_series] - back

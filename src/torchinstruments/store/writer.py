@@ -129,6 +129,7 @@ class RankWriter:
         self._modules: tuple[ModuleRecord, ...] = ()
         self._errors: deque[ErrorRecord] = deque(maxlen=MAX_ERRORS)
         self._error_counts: Counter[str] = Counter()
+        self._histograms_missing: Counter[str] = Counter()
         self._last_target_error = ""
         self._started_at = _iso(self._clock.wall_us())
         self._status = "running"
@@ -158,6 +159,7 @@ class RankWriter:
                 probe: max(own.get(probe, 0), training.errors.get(probe, 0))
                 for probe in sorted({*own, *training.errors})
             },
+            histograms_missing=dict(self._histograms_missing),
         )
 
     def start(self, run: RunRecord, modules: Sequence[ModuleRecord]) -> None:
@@ -195,6 +197,11 @@ class RankWriter:
         now_s = self._clock.monotonic_s()
         self._fingerprints.add(records, now_s)
         self._write_fingerprints(self._fingerprints.take_due(now_s))
+
+    def count_missing_histogram(self, reason: str) -> None:
+        """Counts a histogram that was due and could not be had of its tensor (writer thread)."""
+        self._histograms_missing[reason] += 1
+        self._manifest_changed = True
 
     def add_error(self, error: ErrorRecord, *, listed: bool = True) -> None:
         """Keeps an error for the manifest, which has the last hundred, and counts it by probe.

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,24 @@ def test_merge_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "widest between ranks: latest std; spread = (highest - lowest) / larger magnitude" in out
     assert out.splitlines()[-2].split() == ["layer", "signal", "rank", "0", "rank", "1", "spread"]
     assert out.splitlines()[-1].split() == ["fc", "output", "1", "3", "66.7%"]
+
+
+def test_merge_names_ranks_that_no_leader_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two starts of one rank that counted the same samples exit with 1, and both lines name the rank."""
+    run = whole_run(tmp_path / "run", 1)
+    later = {"started_at": "2026-02-01T00:00:00+00:00", "written_at": "2026-02-01T01:00:00+00:00"}
+    tables = {"samples": TableState(next_part=1, rows=1)}
+    run.manifest(0, "000000f1", verified=False, tables=tables, last_sample_id=0, **later)
+    run.samples(0, [{"sample_id": 0, "started_at": datetime(2026, 2, 1, tzinfo=UTC)}], "000000f1")
+    assert main(["merge", run.url]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        f"  overlap      rank 0 of generation 0 was held by several processes, which gave out the same "
+        f"sample ids: {process_of(0)}, 000000f1"
+    ) in lines
+    assert "  unverified   1 rank (0): began without an answer of leader or store" in lines
 
 
 def test_merge_with_a_missing_rank_and_a_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,10 +219,27 @@ def test_status_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["status", run.url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "run run-a: 2 ranks, 1 generation"
-    assert "as of  last id" in lines[1]
+    headings = "rank status host as of last stored its age measured rows stored in spool dropped errors"
+    assert " ".join(lines[1].split()) == headings
     assert lines[-1].split() == [
         *("1", "running", "host-a", "3", "min", "ago", "41", "5", "min", "42", "3,000", "20", "0", "3")
     ]
+
+
+def test_status_shows_the_process_that_began_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two processes of one rank and generation the later one stands in the table, whatever their names."""
+    run = whole_run(tmp_path / "run", 1)
+    run.manifest(0, "ffff0000", started_at="2026-01-01T00:00:00Z", counters=Counters(samples=11))
+    run.manifest(0, "00000001", started_at="2026-01-02T00:00:00+00:00", counters=Counters(samples=22))
+    run.manifest(0, process_of(0), started_at="2026-01-01T23:00:00+00:00", counters=Counters(samples=33))
+    main(["status", "--json", run.url])
+    captured = capsys.readouterr()
+    document: Any = json.loads(captured.out)
+    assert [one["samples"] for one in document["ranks"]] == [11, 33, 22]
+    table = captured.err.splitlines()
+    assert table[0] == "run run-a: 1 rank, 1 generation"
+    assert table[2].split()[-5] == "22"
+    assert table[3] == "2 earlier processes of these ranks not shown; --json has all"
 
 
 def test_status_tells_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,13 +278,13 @@ def test_status_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_run_without_rows_is_not_just_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where every rank closed and none sampled, the first line of the merge says so."""
+    """Where every rank closed and none sampled, the first line of the merge says so, and it exits with 1."""
     run = RunFolder(tmp_path / "run", world_size=2).run()
     members = [Member(rank, process_of(rank), "host-a", rank, observing=True) for rank in range(2)]
     run.generation(0, members)
     for rank in range(2):
         run.manifest(rank, process_of(rank))
-    assert main(["merge", run.url]) == 0
+    assert main(["merge", run.url]) == 1
     out = capsys.readouterr().out
     assert out.splitlines()[0] == "run run-a: complete, but no sample was taken"
     assert "aligned" not in out

@@ -30,8 +30,13 @@ def test_ranks_that_had_no_time_to_agree_say_so() -> None:
         (AlwaysSampler(), 0, 9.0, ("never called", "model(...)")),
         (TimedSampler(timedelta(minutes=1)), 12, 9.04, ("9.0 s", "60 s", "immediate=True")),
         (TimedSampler(timedelta(seconds=2)), 1, 9.0, ("timed", "none of the 1 forwards")),
-        (EveryNStepsSampler(5), 12, 9.0, ("EveryNStepsSampler(5)", "12 forwards", "fewer than 5")),
-        (EveryNForwardsSampler(50), 12, 9.0, ("every_n_forwards", "none of the 12")),
+        (
+            EveryNStepsSampler(5),
+            12,
+            9.0,
+            ("EveryNStepsSampler(5)", "12 forwards", "fewer than 5", "smaller n"),
+        ),
+        (EveryNForwardsSampler(50), 12, 9.0, ("EveryNForwardsSampler(50)", "none of the 12", "smaller n")),
     ],
 )
 def test_the_reason_names_what_was_seen_and_the_way_out(

@@ -58,7 +58,7 @@ def test_the_model_keeps_its_observer(session: MemorySession) -> None:
 
 
 def test_flush_and_close_answer_for_the_session(session: MemorySession) -> None:
-    """The catalog is told first; closing twice ends the run once."""
+    """The catalog is told first; closing again asks the session again, which waits for the same end."""
     model = nn.Sequential(nn.Linear(2, 2))
     observer = observe(model, session)
     for _ in range(2):
@@ -69,9 +69,20 @@ def test_flush_and_close_answer_for_the_session(session: MemorySession) -> None:
     assert not observer.flush(timeout_s=0.0)
     assert observer.close()
     assert observer.close()
-    assert session.num_closed == 1
+    assert session.num_closed == 2
     assert not observer.observing
     assert observer.url == "memory://run"
+
+
+def test_an_observer_shows_what_it_is(session: MemorySession) -> None:
+    """Where the run lies, how much was measured, and whether it goes on."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    observer = observe(model, session)
+    model(torch.ones(1, 2))
+    assert repr(observer) == "Observer('memory://run', observing, 1 of 1 forwards measured)"
+    observer.close()
+    assert repr(observer) == "Observer('memory://run', closed, 1 of 1 forwards measured)"
+    assert repr(InertObserver("file:///run")) == "InertObserver('file:///run', observes nothing)"
 
 
 def test_an_inert_observer_has_the_same_surface_and_does_nothing() -> None:

@@ -333,7 +333,7 @@ def test_scripted_children_run_and_their_parents_are_measured(session: MemorySes
     """A scripted module takes no hook, as its rows say each time; the layer after it shows its output."""
     scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     model = nn.Sequential(scripted, nn.Identity())
-    with pytest.warns(RuntimeWarning, match="a scripted module takes no forward hooks"):
+    with pytest.warns(RuntimeWarning, match="the layer '0.0' is a scripted module, which takes no hooks"):
         observe(model, session, capture_direct_forwards=True)
     output = model(torch.ones(1, 2))
     output.sum().backward()

@@ -1,5 +1,7 @@
 """The writer thread and what it does with sinks."""
 
+import asyncio
+import ctypes
 import os
 import subprocess
 import sys
@@ -122,9 +124,10 @@ class KeepingSink(PlainSink):
 class FailingSink(PlainSink):
     """Fails at one of its methods."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, error: BaseException | None = None) -> None:
         super().__init__()
         self.where = where
+        self.error = RuntimeError(f"broken {where}") if error is None else error
 
     @override
     def initialize(self, run: RunRecord, modules: Sequence[ModuleRecord]) -> None:
@@ -147,7 +150,7 @@ class FailingSink(PlainSink):
     def fail(self, where: str) -> None:
         """Raises in the method that was chosen."""
         if where == self.where:
-            raise RuntimeError(f"broken {where}")
+            raise self.error
 
 
 def raise_value_error() -> None:
@@ -205,7 +208,7 @@ def test_a_sink_that_fails_disturbs_no_other_and_is_told_of(where: str) -> None:
     """The failure is in the keeping sink's errors, with the owner, and pending once."""
     told: list[tuple[str, str]] = []
 
-    def on_error(probe: str, error: Exception) -> None:
+    def on_error(probe: str, error: BaseException) -> None:
         told.append((probe, str(error)))
 
     keeper = KeepingSink()
@@ -222,6 +225,72 @@ def test_a_sink_that_fails_disturbs_no_other_and_is_told_of(where: str) -> None:
     assert told == [("sink", f"broken {where}")]
     assert str(delivery.pending_error()) == f"broken {where}"
     assert delivery.pending_error() is None
+
+
+@pytest.mark.parametrize("where", ["initialize", "observe", "close"])
+@pytest.mark.parametrize(
+    "raised", [asyncio.CancelledError("late"), SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr
+)
+def test_a_sink_that_would_end_the_program_ends_nothing(where: str, raised: BaseException) -> None:
+    """It is a failure like any other: the other sinks have all samples, and it is no end for the training."""
+    told: list[tuple[str, BaseException]] = []
+
+    def on_error(probe: str, error: BaseException) -> None:
+        told.append((probe, error))
+
+    keeper = KeepingSink()
+    delivery = Delivery(on_error)
+    delivery.start(run_record(), [FailingSink(where, raised), keeper])
+    for ordinal in range(2):
+        delivery.put_sample(Deferred(ordinal))
+
+    assert delivery.close(WAIT_S)
+
+    assert keeper.ordinals() == [0, 1]
+    assert delivery.rows_dropped == 0
+    assert told == [("sink", raised)] * (2 if where == "observe" else 1)
+    assert {(error.module, error.type) for error in keeper.errors} == {("FailingSink", type(raised).__name__)}
+    pending = delivery.pending_error()
+    assert isinstance(pending, RuntimeError)
+    assert str(pending).startswith(f"a sink raised {type(raised).__name__}")
+
+
+def test_a_thread_that_dies_counts_what_it_leaves_and_says_so() -> None:
+    """What was taken is durable, what waits and what comes is dropped and counted, and nobody waits."""
+    told: list[str] = []
+    delivery = Delivery(lambda probe, error: told.append(f"{probe}: {error}"))
+    plain, keeper = PlainSink(), KeepingSink()
+    delivery.start(run_record(), [keeper, plain])
+    delivery.put_sample(Deferred(0, num_scalars=3))
+    assert delivery.flush(WAIT_S)
+
+    # Outside of any sink's call, where the thread sleeps: it is raised when it wakes.
+    (thread,) = [one for one in threading.enumerate() if one.name == THREAD_NAME]
+    raised = ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+    )
+    assert raised == 1
+    delivery.put_sample(Deferred(1, num_scalars=4))
+    delivery.put_sample(Deferred(2, num_scalars=5))
+
+    assert not delivery.flush(WAIT_S)
+    delivery.put_sample(Deferred(3, num_scalars=7))
+    assert not delivery.close(WAIT_S)
+
+    assert keeper.ordinals() == [0]
+    assert delivery.rows_dropped == 4 + 5 + 7
+    assert keeper.seen[-1] == ("flush",)
+    assert plain.seen[-1] == ("close",)
+    died, late = told
+    assert died == (
+        "sink: the writer thread ended by SystemExit; 9 scalars that waited were dropped, as those of "
+        "further samples will be"
+    )
+    assert late == (
+        "sink: a sample came after the writer thread had ended, and its 7 scalars were dropped, as those of "
+        "further ones will be; call remove_observer(model) and attach again to go on measuring"
+    )
+    assert [error.message for error in keeper.errors] == [died.removeprefix("sink: ")]
 
 
 def test_a_sink_that_could_not_begin_is_asked_for_nothing_more() -> None:
@@ -256,7 +325,7 @@ def test_a_sink_that_fails_at_keeping_errors_does_not_end_the_thread() -> None:
 def test_an_owner_that_fails_at_being_told_does_not_end_the_thread() -> None:
     """The next sample is still handed over."""
 
-    def on_error(probe: str, error: Exception) -> None:
+    def on_error(probe: str, error: BaseException) -> None:
         raise RuntimeError("no ears")
 
     keeper = KeepingSink()
@@ -416,21 +485,28 @@ def test_after_closing_nothing_is_taken_and_no_thread_is_left() -> None:
 
 
 def test_closing_from_a_sink_does_not_wait_for_itself() -> None:
-    """A sink that closes its own delivery gets an answer instead of a deadlock."""
+    """A sink that closes its own delivery gets an answer; what was put before is handed over, then closed."""
     answers: list[bool] = []
     delivery = Delivery()
 
     class Closing(KeepingSink):
         @override
         def observe(self, sample: Sample) -> None:
+            super().observe(sample)
             answers.append(delivery.close(WAIT_S))
             answers.append(delivery.flush(sample.ordinal + WAIT_S))
 
-    delivery.start(run_record(), [Closing()])
+    sink = Closing()
+    delivery.start(run_record(), [sink])
     delivery.put_sample(Deferred(0))
+    delivery.put_sample(Deferred(1))
+    assert delivery._thread is not None
+    delivery._thread.join(WAIT_S)
 
+    assert answers == [False] * 4
+    assert sink.ordinals() == [0, 1]
+    assert sink.seen[-1] == ("finish", True)
     assert delivery.close(WAIT_S)
-    assert answers == [False, False]
 
 
 def test_sinks_that_keep_errors_are_closed_last() -> None:

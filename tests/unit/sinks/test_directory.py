@@ -141,21 +141,39 @@ def test_histograms_lie_beside_the_rows(tmp_path: Path) -> None:
     assert run.history().collect().height == 36
 
 
-def test_a_missing_histogram_is_an_error_with_its_reason_listed_once(tmp_path: Path) -> None:
-    """It is counted every time; another reason or another tensor is listed too."""
+def test_a_histogram_that_fails_is_an_error_with_its_reason_listed_once(tmp_path: Path) -> None:
+    """It is counted every time; another tensor is listed too."""
     sink = sink_with_histograms(tmp_path)
     sink.initialize(run_record(), ())
     for ordinal in range(3):
-        missing = (missing_record("empty"), missing_record("unsupported_dtype: complex64", layer="b"))
+        missing = (missing_record("reducer_error: no"), missing_record("one of its own", layer="b"))
         sink.observe(with_histograms(samples()[2 * ordinal], histogram_record(), *missing))
     sink.finish(5.0, complete=True)
 
     (manifest,) = open_run(str(tmp_path)).manifests
     assert manifest.counters.errors == {"histogram": 6}
+    assert manifest.counters.histograms_missing == {}
     assert [(one.probe, one.module, one.type, one.message) for one in manifest.errors] == [
-        ("histogram", "block/0", "empty", "distribution of output: empty"),
-        ("histogram", "b", "unsupported_dtype", "distribution of output: unsupported_dtype: complex64"),
+        ("histogram", "block/0", "reducer_error", "distribution of output: reducer_error: no"),
+        ("histogram", "b", "one of its own", "distribution of output: one of its own"),
     ]
+
+
+def test_a_histogram_of_a_tensor_that_has_nothing_to_show_is_counted_and_no_error(tmp_path: Path) -> None:
+    """Its tensor's numbers are missing for the same reason; manifest and page count it by that."""
+    sink = sink_with_histograms(tmp_path)
+    sink.initialize(run_record(), ())
+    reasons = ("empty", "no_gradient", "no_gradient", "unsupported_dtype: complex64")
+    sink.observe(with_histograms(samples()[0], histogram_record(), *map(missing_record, reasons)))
+    sink.finish(5.0, complete=True)
+
+    (manifest,) = open_run(str(tmp_path)).manifests
+    assert manifest.counters.histograms_missing == {"empty": 1, "no_gradient": 2, "unsupported_dtype": 1}
+    assert manifest.counters.errors == {}
+    assert manifest.errors == ()
+    page = (tmp_path / "rank-000" / "index.md").read_text()
+    assert "* Histograms without entries: empty 1, no_gradient 2, unsupported_dtype 1\n" in page
+    assert "0 in all." in page
 
 
 def test_histograms_that_cannot_be_written_harm_no_row(tmp_path: Path) -> None:

@@ -65,6 +65,21 @@ def test_cadence_counts_samples() -> None:
     assert due_histograms((seldom, always), 2) == (seldom, always)
 
 
+def test_a_range_wider_than_float64_is_handled_exactly() -> None:
+    """Neither making it nor counting in it warns, and every entry is in its bin."""
+    tensor = torch.tensor([-1e150, -1.0, 0.0, 1e100, 1e150], dtype=torch.float64)
+    measured = histogram(bins=4, value_range=(-1e308, 1e308))(tensor)
+    assert measured.edges == (-1e308, -5e307, 0.0, 5e307, 1e308)
+    assert measured.counts == (0, 2, 3, 0)
+
+
+@pytest.mark.parametrize("value", [1.7e308, -1.7e308])
+def test_entries_at_the_end_of_float64_have_no_histogram_and_warn_of_nothing(value: float) -> None:
+    """The sum of their squares is no float64, whatever their edges."""
+    measured = histogram(bins=4)(torch.full((3,), value, dtype=torch.float64))
+    assert measured.unavailable_reason == "overflow"
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -75,6 +90,9 @@ def test_cadence_counts_samples() -> None:
         ({"bins": -3}, "bins=-3"),
         ({"bins": True}, "bins=True"),
         ({"bins": 2.5}, "bins=2.5"),
+        ({"bins": 65_537}, "bins=65537 is not allowed; give a whole number of at most 65536"),
+        ({"bins": 10**9}, "bins=1000000000"),
+        ({"bins": 2**40, "value_range": (0.0, 1.0)}, "at most 65536"),
         ({"bins": "64"}, "bins='64'"),
         ({"every_n_samples": 0}, "every_n_samples=0"),
         ({"every_n_samples": False}, "every_n_samples=False"),

@@ -1,6 +1,7 @@
 """The last samples of every series."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,6 +50,28 @@ def test_a_wide_window_takes_only_the_memory_of_its_rows() -> None:
     ring = WindowRing(10_000_000)
     ring.add(segments_of([(0, 1), (0, 2), (1, 1)], 0))
     assert ring._values.size < 100
+
+
+@pytest.mark.parametrize("window", [10_000, 10**6, 10**12])
+def test_a_wide_window_is_summarised_by_its_rows(window: int) -> None:
+    """However wide, only the places that have rows are looked at; sums too large for float64 have a mean."""
+    ring = WindowRing(window)
+    largest = np.finfo(np.float64).max
+    ring.add(
+        Segments(
+            series=np.array([0, 0, 1], np.int64),
+            sample_id=np.array([1, 2, 1], np.int64),
+            value=np.array([largest, largest, 3.0]),
+            starts=np.array([0, 2], np.int64),
+            lengths=np.array([2, 1], np.int64),
+        )
+    )
+    recent, previous = ring.recent(2), ring.previous(2)
+    assert recent.observations.tolist() == [2, 1]
+    assert recent.mean.tolist() == [largest, 3.0]
+    assert previous.observations.tolist() == [0, 0]
+    assert len(ring._offsets(2, window)) == 2
+    assert len(ring._offsets(2, 2 * window)) == 0
 
 
 def test_an_empty_block_changes_nothing() -> None:
