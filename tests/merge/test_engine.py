@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from merge.run_folder import RunFolder, process_of, whole_run
 from torchinstruments.errors import ConfigurationError, StorageUnreachableError
-from torchinstruments.merge import engine
+from torchinstruments.merge import mapping
 from torchinstruments.merge.engine import merge_run
 from torchinstruments.store.local import LocalStorage
 
@@ -232,7 +232,7 @@ def test_many_ranks(tmp_path: Path) -> None:
 
 def test_only_so_many_readings_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many ranks there are, only a bounded number of them is read ahead."""
-    monkeypatch.setattr(engine, "MAX_WAITING", 3)
+    monkeypatch.setattr(mapping, "MAX_WAITING", 3)
     run = whole_run(tmp_path / "run", 8, num_samples=1)
     executor = BackwardExecutor()
     assert merge_run(run.url, executor=executor).complete
@@ -286,7 +286,7 @@ def test_large_parts_are_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run.history(0, rows, process_of(0), 1)
     held = merge_run(run.url, output=str(tmp_path / "held")).result
     monkeypatch.setattr("torchinstruments.merge.reading.MAX_HELD_ROWS", 2)
-    monkeypatch.setattr("torchinstruments.merge.reading.MAX_FETCHED_BYTES", 10)
+    monkeypatch.setattr("torchinstruments.merge.parts.MAX_FETCHED_BYTES", 10)
     assert merge_run(run.url, output=str(tmp_path / "twice")).result == held
 
 
