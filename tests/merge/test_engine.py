@@ -102,12 +102,22 @@ def noisy_run(tmp_path: Path) -> RunFolder:
             ]
             run.history(rank, rows, process_of(rank), part)
         run.samples(rank, [{"sample_id": i} for i in range(60 - rank)], process_of(rank))
+        nonfinite = {"metric": "nonfinite_fraction", "layer": "layer0", "attempt": 40 + rank // 2}
+        run.history(rank, [{"sample_id": 60, "value": 0.5} | nonfinite], process_of(rank), 3)
+        steps = [{"attempt": i, "scale_before": float(random.integers(8) == 0)} for i in range(3000)]
+        run.steps(rank, steps, process_of(rank))
+        digests = [{"attempt": i, "digest": int(random.integers(8) == 0)} for i in range(0, 3000, 7)]
+        run.fingerprints(rank, digests, process_of(rank))
     return run
 
 
-def test_every_executor_gives_the_same_bytes(noisy_run: RunFolder, tmp_path: Path) -> None:
+def test_every_executor_gives_the_same_bytes(
+    noisy_run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Threads, one or four, spawned processes and an executor that works backwards give the same bytes."""
-    seen: dict[str, set[bytes]] = {"result.json": set(), "summary.parquet": set()}
+    # So that there are several blocks; where they are cut is the caller's decision alone.
+    monkeypatch.setattr("torchinstruments.merge.ranges.MAX_BLOCK_ROWS", 500)
+    seen: dict[str, set[bytes]] = {"result.json": set(), "summary.parquet": set(), "steps.parquet": set()}
     for name in ("default", "1", "4", "backward", "processes"):
         output = tmp_path / name
         with executor_named(name) as executor:
@@ -118,6 +128,7 @@ def test_every_executor_gives_the_same_bytes(noisy_run: RunFolder, tmp_path: Pat
     assert {file: len(contents) for file, contents in seen.items()} == {
         "result.json": 1,
         "summary.parquet": 1,
+        "steps.parquet": 1,
     }
     assert not (noisy_run.root / "merged").exists()
 
