@@ -30,8 +30,8 @@ __all__ = [
     "widen",
 ]
 
-MAX_BLOCK_ROWS = 1_000_000
-"""Rows of all ranks that a block holds: some 60 bytes each."""
+MAX_BLOCK_ROWS = 200_000
+"""Rows of all ranks that a block holds: some 250 bytes each while they are compared."""
 
 _Integers = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
