@@ -26,7 +26,9 @@ def result(tmp_path: Path) -> dict[str, Any]:
         process = process_of(rank)
         run.manifest(rank, process)
         run.catalog(rank, [ModuleRecord("unused", "Linear", (), 1, 1)], process)
-        steps = [{"attempt": i, "gap_s": 0.2 if rank == 1 else 0.01} for i in range(20 - rank)]
+        steps: list[dict[str, Any]] = [
+            {"attempt": i, "gap_s": 0.2 if rank == 1 else 0.01} for i in range(20 - rank)
+        ]
         steps[5] |= {"outcome": "skipped" if rank else "applied", "last_micro_batch_sync": "local"}
         run.steps(rank, steps, process)
         digests = [{"attempt": i, "digest": int(rank == i == 2)} for i in range(4)]

@@ -69,7 +69,9 @@ def test_the_answers_come_first(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for rank in range(3):
         run.manifest(rank, process_of(rank))
         gap_s = 0.3 if rank == 1 else 0.01
-        steps = [{"attempt": i, "gap_s": gap_s, "backward_s": 0.5 - gap_s} for i in range(20)]
+        steps: list[dict[str, Any]] = [
+            {"attempt": i, "gap_s": gap_s, "backward_s": 0.5 - gap_s} for i in range(20)
+        ]
         for step in steps[15:]:
             step["last_micro_batch_sync"] = "local" if rank == 0 else "synced"
         if rank == 2:
@@ -89,9 +91,9 @@ def test_the_answers_come_first(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "late",
         "NOT SYNCED",
     ]
-    steps, replicas, nonfinite, late, unsynchronised = (line[15:] for line in head)
-    assert steps.startswith("NO, 1 of 20 attempts differ, first in generation 0, attempt 7: ")
-    assert steps.endswith("outcome skipped on rank 2, applied on ranks 0-1")
+    same_steps, replicas, nonfinite, late, unsynchronised = (line[15:] for line in head)
+    assert same_steps.startswith("NO, 1 of 20 attempts differ, first in generation 0, attempt 7: ")
+    assert same_steps.endswith("outcome skipped on rank 2, applied on ranks 0-1")
     assert replicas.startswith(
         "DIFFER, first in generation 0, attempt 4: fc.weight 0000000000000002 on rank 2"
     )
