@@ -75,5 +75,5 @@ def test_each_finding_names_its_rank(rank_pool: RankPool, tmp_path: Path) -> Non
     assert result["first_nonfinite"]["by_phase"]["forward"]["attempt"] == NAN_AT + 1
     [work] = result["own_work"]["generations"]
     assert (work["judged"], work["common_attempts"]) == (True, STEPS - 1)
-    # Whether that is late beside rank 0 is the machine's affair; a sleep is never shorter than it was asked for.
+    # Whether rank 0 is quicker is the machine's affair; a sleep is never shorter than it was asked for.
     assert {one["rank"]: one["gap_s"] >= LATE_S for one in work["ranks"]}[1]
