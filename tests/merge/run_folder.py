@@ -55,6 +55,33 @@ _SAMPLE_DEFAULTS: Mapping[str, object] = {
     "modules_expected": 1,
     "modules_fired": 1,
 }
+_STEP_DEFAULTS: Mapping[str, object] = {
+    "optimizer": 0,
+    "global_step": None,
+    "micro_batches": 1,
+    "micro_batches_declared": None,
+    "micro_batches_synced": 1,
+    "last_micro_batch_sync": "synced",
+    "outcome": "applied",
+    "evidence": "optimizer_hook",
+    "found_inf": None,
+    "scale_before": None,
+    "scale_after": None,
+    "lr": 0.1,
+    "gap_s": 0.01,
+    "forward_s": 0.02,
+    "backward_s": 0.03,
+    "optimizer_s": 0.005,
+    "clock": "host",
+}
+_FINGERPRINT_DEFAULTS: Mapping[str, object] = {
+    "tensor": "fc.weight",
+    "kind": "parameter",
+    "replica_key": "ddp ranks=0-4",
+    "shape": "4x8",
+    "dtype": "float32",
+    "digest": 7,
+}
 
 
 def moment(sample_id: int) -> datetime:
@@ -201,6 +228,35 @@ class RunFolder:
             own = {"started_at": moment(sample_id), "attempt": sample_id, "forward_index": sample_id}
             filled.append(own | dict(_SAMPLE_DEFAULTS) | dict(row))
         return self.part("samples", rank, filled, process, sequence, **changes)
+
+    def steps(
+        self,
+        rank: int,
+        rows: Sequence[Mapping[str, object]],
+        process: str = "0000000a",
+        sequence: int = 0,
+        **changes: object,
+    ) -> Path:
+        """Writes a part of ``steps``; what is counted is the attempt unless given."""
+        filled = []
+        for row in rows:
+            attempt = int(str(row["attempt"]))
+            own: dict[str, object] = {"started_at": moment(attempt), "optimizer_attempt": attempt}
+            own |= {"first_forward_index": attempt, "last_forward_index": attempt}
+            filled.append(own | dict(_STEP_DEFAULTS) | dict(row))
+        return self.part("steps", rank, filled, process, sequence, **changes)
+
+    def fingerprints(
+        self,
+        rank: int,
+        rows: Sequence[Mapping[str, object]],
+        process: str = "0000000a",
+        sequence: int = 0,
+        **changes: object,
+    ) -> Path:
+        """Writes a part of ``fingerprints``."""
+        filled = [dict(_FINGERPRINT_DEFAULTS) | dict(row) for row in rows]
+        return self.part("fingerprints", rank, filled, process, sequence, **changes)
 
     def part(
         self,

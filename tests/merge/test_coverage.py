@@ -117,7 +117,7 @@ def test_a_part_that_breaks_in_its_middle_counts_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part whose last pages are damaged leaves no trace of its sound first row groups either."""
-    monkeypatch.setattr("torchinstruments.merge.reading._BATCH_ROWS", 1000)
+    monkeypatch.setattr("torchinstruments.merge.parts.BATCH_ROWS", 1000)
     run = whole_run(tmp_path / "run")
     counted(run, 1)
     part = run.history(1, [{"sample_id": i, "value": float(i)} for i in range(10, 90_010)], process_of(1), 1)
@@ -396,8 +396,8 @@ def test_modules_that_never_fired_are_listed_with_their_ranks(tmp_path: Path) ->
     coverage: Any = merged.result["coverage"]
     layers: Any = merged.result["layers"]
     assert coverage["modules_never_fired"] == [
-        {"layer": "unused", "type": "Linear", "ranks": "0-1"},
-        {"layer": "odd", "type": "Linear", "ranks": "0"},
+        {"layer": "unused", "type": "Linear", "ranks": "0-1", "reasons": {"not_called": "0-1"}},
+        {"layer": "odd", "type": "Linear", "ranks": "0", "reasons": {"not_called": "0"}},
     ]
     assert [layer["layer"] for layer in layers] == ["fc", "unused", "odd"]
     assert (layers[1]["tensors"], layers[1]["aliases"]) == ([], ["old"])
@@ -487,7 +487,18 @@ def test_result_is_strict_json_in_a_fixed_order(tmp_path: Path) -> None:
 
     written = json.loads(text, parse_constant=refuse)
     assert written == merged.result
-    assert list(written) == ["schema_version", "run", "coverage", "generations", "ranks", "layers"]
+    assert list(written) == [
+        "schema_version",
+        "run",
+        "coverage",
+        "generations",
+        "ranks",
+        "steps",
+        "replicas",
+        "first_nonfinite",
+        "own_work",
+        "layers",
+    ]
 
 
 def test_a_part_that_its_closed_process_never_counted_is_set_aside(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from merge.run_folder import RunFolder, process_of, whole_run
 from torchinstruments.errors import ConfigurationError, StorageUnreachableError
-from torchinstruments.merge import engine
+from torchinstruments.merge import mapping
 from torchinstruments.merge.engine import merge_run
 from torchinstruments.store.local import LocalStorage
 
@@ -102,12 +102,22 @@ def noisy_run(tmp_path: Path) -> RunFolder:
             ]
             run.history(rank, rows, process_of(rank), part)
         run.samples(rank, [{"sample_id": i} for i in range(60 - rank)], process_of(rank))
+        nonfinite = {"metric": "nonfinite_fraction", "layer": "layer0", "attempt": 40 + rank // 2}
+        run.history(rank, [{"sample_id": 60, "value": 0.5} | nonfinite], process_of(rank), 3)
+        steps = [{"attempt": i, "scale_before": float(random.integers(8) == 0)} for i in range(3000)]
+        run.steps(rank, steps, process_of(rank))
+        digests = [{"attempt": i, "digest": int(random.integers(8) == 0)} for i in range(0, 3000, 7)]
+        run.fingerprints(rank, digests, process_of(rank))
     return run
 
 
-def test_every_executor_gives_the_same_bytes(noisy_run: RunFolder, tmp_path: Path) -> None:
+def test_every_executor_gives_the_same_bytes(
+    noisy_run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Threads, one or four, spawned processes and an executor that works backwards give the same bytes."""
-    seen: dict[str, set[bytes]] = {"result.json": set(), "summary.parquet": set()}
+    # So that there are several blocks; where they are cut is the caller's decision alone.
+    monkeypatch.setattr("torchinstruments.merge.ranges.MAX_BLOCK_ROWS", 500)
+    seen: dict[str, set[bytes]] = {"result.json": set(), "summary.parquet": set(), "steps.parquet": set()}
     for name in ("default", "1", "4", "backward", "processes"):
         output = tmp_path / name
         with executor_named(name) as executor:
@@ -118,6 +128,7 @@ def test_every_executor_gives_the_same_bytes(noisy_run: RunFolder, tmp_path: Pat
     assert {file: len(contents) for file, contents in seen.items()} == {
         "result.json": 1,
         "summary.parquet": 1,
+        "steps.parquet": 1,
     }
     assert not (noisy_run.root / "merged").exists()
 
@@ -232,7 +243,7 @@ def test_many_ranks(tmp_path: Path) -> None:
 
 def test_only_so_many_readings_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many ranks there are, only a bounded number of them is read ahead."""
-    monkeypatch.setattr(engine, "MAX_WAITING", 3)
+    monkeypatch.setattr(mapping, "MAX_WAITING", 3)
     run = whole_run(tmp_path / "run", 8, num_samples=1)
     executor = BackwardExecutor()
     assert merge_run(run.url, executor=executor).complete
@@ -286,7 +297,7 @@ def test_large_parts_are_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run.history(0, rows, process_of(0), 1)
     held = merge_run(run.url, output=str(tmp_path / "held")).result
     monkeypatch.setattr("torchinstruments.merge.reading.MAX_HELD_ROWS", 2)
-    monkeypatch.setattr("torchinstruments.merge.reading.MAX_FETCHED_BYTES", 10)
+    monkeypatch.setattr("torchinstruments.merge.parts.MAX_FETCHED_BYTES", 10)
     assert merge_run(run.url, output=str(tmp_path / "twice")).result == held
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from torchinstruments.cli.command import Command, add_place_arguments, storage_options
 from torchinstruments.cli.console import ProgressLine, count_text, print_table
+from torchinstruments.cli.findings import finding_lines
 from torchinstruments.cli.folders import open_folders, print_runs_beside
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _Record = Mapping[str, object]
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_place_arguments(parser)
     parser.add_argument(
-        "--output", metavar="URL", help="folder for result.json and summary.parquet (default: URL/merged)"
+        "--output", metavar="URL", help="folder for result.json and its tables (default: URL/merged)"
     )
     parser.add_argument("--ranks", metavar="RANKS", help="merge these ranks only, such as 0-7,12")
 
@@ -60,8 +61,10 @@ def _run(arguments: argparse.Namespace) -> int:
 COMMAND = Command(
     name="merge",
     summary="merge what the ranks of a run left into one result",
-    description="Reads the folders of all ranks and writes merged/result.json and merged/summary.parquet. "
-    "Says which ranks and files were expected and which were there. Works while the job runs, too.",
+    description="Reads the folders of all ranks and writes merged/result.json, with summary.parquet and "
+    "steps.parquet beside it. Says whether all that was expected was there, whether all ranks did the same "
+    "steps, whether replicas are equal, which rank saw the first nonfinite value, and which one is late by "
+    "its own work. Works while the job runs, too.",
     add_arguments=_add_arguments,
     run=_run,
 )
@@ -75,7 +78,7 @@ def _print_summary(merged: "MergeResult", file: TextIO) -> int:
     rows = sum(_integer(process["rows"]) for process in processes)
     samples = sum(_integer(process["samples"]) for process in processes)
     print(f"run {run['run_id']}: {_headline(samples, is_complete=merged.complete)}", file=file)
-    for name, text in _coverage_lines(coverage):
+    for name, text in (*finding_lines(merged.result), *_coverage_lines(coverage)):
         print(f"  {name:<12} {text}", file=file)
     print(f"  {'read':<12} {count_text(rows, 'row')} of {count_text(samples, 'sample')}", file=file)
     print(f"  {'result':<12} {merged.url.rstrip('/')}/result.json", file=file)

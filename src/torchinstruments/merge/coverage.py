@@ -33,11 +33,13 @@ class Coverage:
         coverage: The section.
         generations: The section.
         is_complete: Whether nothing is missing and nothing was set aside.
+        ranks_by_generation: Generation to the ranks that were expected or present in it.
     """
 
     coverage: dict[str, object]
     generations: list[dict[str, object]]
     is_complete: bool
+    ranks_by_generation: dict[int, list[int]]
 
 
 @dataclass(slots=True)
@@ -130,7 +132,14 @@ class CoverageFold:
             or dropped
             or spooled
         )
-        return Coverage(sections, generations, is_complete)
+        return Coverage(sections, generations, is_complete, self._ranks_by_generation())
+
+    def _ranks_by_generation(self) -> dict[int, list[int]]:
+        found = {one.generation: set(one.ranks) for one in self._expectations()}
+        for view in self._views:
+            for generation in view.generations:
+                found.setdefault(generation, set()).add(view.rank)
+        return {generation: sorted(ranks) for generation, ranks in sorted(found.items())}
 
     def _expectations(self) -> list["_Wanted"]:
         run, generations = self.plan.inventory.run, self.plan.inventory.generations

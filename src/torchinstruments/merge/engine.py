@@ -2,24 +2,33 @@
 
 Ranks are read by any `concurrent.futures.Executor` and folded in ascending order whatever the order in which
 they finish, so the executor leaves no trace in the result. Only a bounded number of readings waits at any
-time: memory grows with the number of series, not with the length of the run.
+time: memory grows with the number of series, not with the length of the run. What ranks do not agree in is
+read a second time, rank beside rank, in blocks of bounded size.
 """
 
 import os
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from torchinstruments.errors import ConfigurationError, StorageError, TorchInstrumentsError
 from torchinstruments.merge.catalogs import joined_modules
-from torchinstruments.merge.coverage import CoverageFold
+from torchinstruments.merge.coverage import Coverage, CoverageFold
 from torchinstruments.merge.entries import SummaryTable
+from torchinstruments.merge.first_nonfinite import FirstNonfiniteFold
 from torchinstruments.merge.layers import LayerFold
+from torchinstruments.merge.mapping import in_order
+from torchinstruments.merge.moments import look_at_moments
+from torchinstruments.merge.own_work import OwnWorkFold
 from torchinstruments.merge.plan import MergePlan, plan_merge
 from torchinstruments.merge.processes import ProcessView
 from torchinstruments.merge.reading import read_rank
+from torchinstruments.merge.replica_blocks import compare_replicas
+from torchinstruments.merge.replicas import ReplicaFold
 from torchinstruments.merge.result import RESULT_FILE, RESULT_SCHEMA_VERSION, SUMMARY_FILE, MergeResult
 from torchinstruments.merge.sources import close_sources
+from torchinstruments.merge.step_blocks import compare_steps
+from torchinstruments.merge.steps import STEPS_FILE, StepFold
 from torchinstruments.merge.tasks import RankReading, RankTask
 from torchinstruments.records import ModuleRecord
 from torchinstruments.store.filesystem import open_storage
@@ -31,9 +40,6 @@ from torchinstruments.store.schema import KEY_COLUMNS
 from torchinstruments.store.urls import check_url, check_writable
 
 __all__ = ["MergeResult", "merge_run"]
-
-MAX_WAITING = 64
-"""Ranks that are read ahead of the one that is folded next."""
 
 _MAX_THREADS = 16
 
@@ -50,13 +56,13 @@ def merge_run(
     progress: Progress | None = None,
     executor: Executor | None = None,
 ) -> MergeResult:
-    """Merges what the ranks of one run left into ``merged/result.json`` and ``merged/summary.parquet``.
+    """Merges what the ranks of one run left into ``merged/result.json`` and the tables beside it.
 
     Works on a live run too, and then says that it is not complete. The parts stay as they are.
 
     Args:
         *urls: The run's folder, or several where hosts without a shared filesystem have one each.
-        output: Folder for the two files, a path or an fsspec URL; else ``merged`` in the first folder.
+        output: Folder for the result, a path or an fsspec URL; else ``merged`` in the first folder.
         storage_options: In fsspec's dialect, for all folders and a remote `output`.
         ranks: The ranks to merge, None for all.
         inline_ranks: With at most so many ranks, each rank's own summaries stand in ``result.json``; with
@@ -100,42 +106,79 @@ def _merge(
     table = SummaryTable()
     views: list[ProcessView] = []
     now_s = store_now_s(plan.inventory)
-    for done, reading in enumerate(_readings(plan.tasks, executor), start=1):
+    ranks = _RankFolds()
+    for done, (task, reading) in enumerate(
+        zip(plan.tasks, in_order(executor, read_rank, plan.tasks), strict=True), start=1
+    ):
         modules = _modules(plan, reading.rank, coverage.set_aside)
         of_rank = _views(plan, reading, now_s)
         layers.add_modules(reading.rank, modules.values())
         layers.add_rank(reading.rank, reading.summaries)
         table.add(reading.rank, reading.summaries)
-        coverage.fired.add(reading.rank, modules, reading.summaries)
+        coverage.fired.add(reading.rank, modules, reading)
         coverage.add(reading, of_rank)
+        ranks.add(task, reading, modules, of_rank)
         views += of_rank
         if progress is not None:
             progress(done, len(plan.tasks))
     found = coverage.result()
+    ranks.look_closer(plan, found, executor)
     result: dict[str, object] = {
         "schema_version": RESULT_SCHEMA_VERSION,
         "run": _run_section(plan),
         "coverage": found.coverage,
         "generations": found.generations,
         "ranks": [view.record() for view in views],
+        "steps": ranks.steps.record(),
+        "replicas": ranks.replicas.record(),
+        "first_nonfinite": ranks.first_nonfinite.record(),
+        "own_work": ranks.own_work.record(),
         "layers": layers.records(),
     }
-    return _written(plan, output, result, table.encoded(), is_complete=found.is_complete)
+    files = {SUMMARY_FILE: table.encoded(), STEPS_FILE: ranks.steps.encoded()}
+    return _written(plan, output, result, files, is_complete=found.is_complete)
 
 
-def _readings(tasks: Sequence[RankTask], executor: Executor) -> Iterator[RankReading]:
-    """Yields the readings in the order of the tasks; at most `MAX_WAITING` are under way."""
-    waiting: deque[Future[RankReading]] = deque()
-    try:
-        for task in tasks:
-            waiting.append(executor.submit(read_rank, task))
-            if len(waiting) >= MAX_WAITING:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        for future in waiting:
-            future.cancel()
+@dataclass(slots=True)
+class _RankFolds:
+    """The sections that hold rank beside rank.
+
+    Attributes:
+        steps: Whether all ranks did the same.
+        replicas: Whether their replicas are equal.
+        first_nonfinite: Which rank went wrong first.
+        own_work: Which rank is late by its own work.
+    """
+
+    steps: StepFold = field(default_factory=StepFold)
+    replicas: ReplicaFold = field(default_factory=ReplicaFold)
+    first_nonfinite: FirstNonfiniteFold = field(default_factory=FirstNonfiniteFold)
+    own_work: OwnWorkFold = field(default_factory=OwnWorkFold)
+
+    def add(
+        self,
+        task: RankTask,
+        reading: RankReading,
+        modules: Mapping[str, ModuleRecord],
+        views: Collection[ProcessView],
+    ) -> None:
+        """Takes a rank; ranks come in ascending order."""
+        self.steps.add_rank(reading.rank, reading.steps)
+        self.replicas.add_rank(reading.rank, reading.fingerprints)
+        unreadable = [(one.source, one.path) for one in reading.set_aside]
+        self.first_nonfinite.add_rank(task, reading.nonfinite, modules, unreadable)
+        hosts = {one.manifest.generation: one.manifest.host for one in views if one.manifest is not None}
+        self.own_work.add(reading.rank, reading.steps.timings, hosts)
+
+    def look_closer(self, plan: MergePlan, found: Coverage, executor: Executor) -> None:
+        """Reads a second time what does not agree, once all ranks were added."""
+        run_id = plan.inventory.run.run_id
+        for block in in_order(executor, compare_steps, self.steps.tasks(run_id, plan.sources)):
+            self.steps.add_block(block)
+        for one in in_order(executor, compare_replicas, self.replicas.tasks(run_id, plan.sources)):
+            self.replicas.add_block(one)
+        tasks = self.first_nonfinite.tasks(plan.tasks, found.ranks_by_generation)
+        self.first_nonfinite.add_answers(in_order(executor, look_at_moments, tasks))
 
 
 def _modules(plan: MergePlan, rank: int, set_aside: list[SetAside]) -> dict[str, ModuleRecord]:
@@ -192,15 +235,21 @@ def _run_section(plan: MergePlan) -> dict[str, object]:
 
 
 def _written(
-    plan: MergePlan, output: str | None, result: dict[str, object], summary: bytes, *, is_complete: bool
+    plan: MergePlan,
+    output: str | None,
+    result: dict[str, object],
+    files: Mapping[str, bytes],
+    *,
+    is_complete: bool,
 ) -> MergeResult:
     if output is None:
         storage = plan.storages[0].child(MERGED)
     else:
         storage = open_storage(output, plan.sources[0].storage_options)
     try:
-        storage.replace(SUMMARY_FILE, summary)
-        # Last, so that a result never speaks of a summary that is not there.
+        for name, data in files.items():
+            storage.replace(name, data)
+        # Last, so that a result never speaks of a file that is not there.
         storage.replace(RESULT_FILE, encode_document(result))
     except TorchInstrumentsError:
         raise

@@ -5,10 +5,8 @@ that one that breaks in the middle is set aside by name and leaves no trace. Ver
 twice instead of held.
 """
 
-import contextlib
-import io
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,11 +16,21 @@ import pyarrow.parquet as pq
 
 from torchinstruments.errors import StorageDeniedError, StorageError
 from torchinstruments.merge.alignment import SampleKeys, sample_keys
+from torchinstruments.merge.fingerprint_rows import FINGERPRINT_COLUMNS, FingerprintRows
+from torchinstruments.merge.nonfinite_rows import (
+    EVIDENCE_COLUMNS,
+    NonfiniteReading,
+    NonfiniteRows,
+    Phase,
+    PhaseEvidence,
+    evidence_rows,
+)
+from torchinstruments.merge.parts import batches, checked_batches, open_part, reread
 from torchinstruments.merge.sources import opened
+from torchinstruments.merge.step_rows import STEP_COLUMNS, StepRows
 from torchinstruments.merge.tasks import Disagreement, ProcessRows, RankReading, RankTask
 from torchinstruments.records import SampleState
 from torchinstruments.store.documents import UnusableFileError
-from torchinstruments.store.inspection import Expected, inspect_file
 from torchinstruments.store.inventory import PartFile, SetAside
 from torchinstruments.store.row_blocks import (
     SUMMARISED_COLUMNS,
@@ -31,9 +39,8 @@ from torchinstruments.store.row_blocks import (
     microseconds,
     row_block,
 )
-from torchinstruments.store.schema import KEY_COLUMNS, TABLE_SCHEMAS
+from torchinstruments.store.schema import KEY_COLUMNS
 from torchinstruments.store.series import SeriesIndex, TooManySeriesError, texts_of
-from torchinstruments.store.storage import Storage
 from torchinstruments.store.summaries import SummaryBuilder
 
 __all__ = ["read_rank"]
@@ -41,10 +48,6 @@ __all__ = ["read_rank"]
 MAX_HELD_ROWS = 1_000_000
 """Parts with more rows than this are decoded twice rather than held: about 100 bytes a row."""
 
-MAX_FETCHED_BYTES = 64 * 2**20
-"""Parts up to this size are fetched by one request; larger ones are read in ranges."""
-
-_BATCH_ROWS = 65_536
 _FOREIGN = "foreign_run"
 _IDENTITY_COLUMNS = ("generation", "rank", "process")
 _HISTORY_COLUMNS = (*_IDENTITY_COLUMNS, *KEY_COLUMNS, *SUMMARISED_COLUMNS)
@@ -106,13 +109,17 @@ class _RankReader:
         self._set_aside: list[SetAside] = []
         self._num_foreign = 0
         self._disagreements: list[Disagreement] = []
+        self._steps = StepRows()
+        self._fingerprints = FingerprintRows()
+        self._nonfinite = NonfiniteRows()
 
     def read(self) -> RankReading:
         for parts in self._task.parts.values():
             for part in parts:
                 self._read_or_set_aside(part)
+        has_unrecorded = False
         for tally in self._tallies.values():
-            self._add_unrecorded(tally)
+            has_unrecorded |= self._add_unrecorded(tally)
         samples = [one for tally in self._tallies.values() for one in tally.samples]
         return RankReading(
             rank=self._task.rank,
@@ -122,6 +129,9 @@ class _RankReader:
             set_aside=tuple(self._set_aside),
             foreign_parts=self._num_foreign,
             disagreements=tuple(self._disagreements),
+            steps=self._steps.finish(),
+            fingerprints=self._fingerprints.finish(),
+            nonfinite=self._read_evidence(has_unrecorded=has_unrecorded),
         )
 
     def _read_or_set_aside(self, part: PartFile) -> None:
@@ -149,22 +159,26 @@ class _RankReader:
 
     def _read_part(self, part: PartFile) -> None:
         storage = opened(self._task.sources[part.source])
-        with _open_part(storage, part, self._task.run_id) as file:
+        with open_part(storage, part, self._task.run_id) as file:
             if part.table == "history":
                 self._read_history(part, file)
             elif part.table == "samples":
                 self._read_samples(part, file)
+            elif part.table == "steps":
+                self._steps.add(part, self._read_compared(part, file, STEP_COLUMNS))
             else:
-                self._tally(part).rows[part.table] += file.metadata.num_rows
+                self._fingerprints.add(part, self._read_compared(part, file, FINGERPRINT_COLUMNS))
 
     def _read_history(self, part: PartFile, file: pq.ParquetFile) -> None:
         found: Counter[tuple[str, str, str]] = Counter()
         generations: set[int] = set()
         ids: list[npt.NDArray[np.int64]] = []
+        nonfinite: list[dict[Phase, int]] = []
 
         def blocks() -> Iterator[RowBlock]:
-            for batch in _batches(file, _HISTORY_COLUMNS):
+            for batch in batches(file, _HISTORY_COLUMNS):
                 self._compare(part, batch, found, generations)
+                nonfinite.append(self._nonfinite.seen(batch))
                 ids.append(_changes(integers(batch, "sample_id")))
                 yield row_block(batch, self._index.number(batch))
 
@@ -176,26 +190,61 @@ class _RankReader:
                 pass
             found.clear()
             ids.clear()
+            nonfinite.clear()
             chosen = blocks()
         for block in chosen:
             self._builder.add(block)
         if ids:
-            self._tally(part).in_history.append((part, np.unique(np.concatenate(ids))))
+            distinct = np.unique(np.concatenate(ids))
+            self._tally(part).in_history.append((part, distinct))
+            self._nonfinite.add(part, nonfinite, distinct)
         self._note(part, file.metadata.num_rows, found, generations)
 
-    def _add_unrecorded(self, tally: _ProcessTally) -> None:
-        """Adds the samples that only ``history`` knows, as after a kill between the two, or a lost part."""
+    def _read_compared(
+        self, part: PartFile, file: pq.ParquetFile, columns: Sequence[str]
+    ) -> Iterator[pa.RecordBatch]:
+        """Yields the rows of a table of which every part counts as a whole."""
+        found: Counter[tuple[str, str, str]] = Counter()
+        generations: set[int] = set()
+        for batch in checked_batches(file, columns, MAX_HELD_ROWS):
+            self._compare(part, batch, found, generations)
+            yield batch
+        self._note(part, file.metadata.num_rows, found, generations)
+
+    def _read_evidence(self, *, has_unrecorded: bool) -> NonfiniteReading:
+        """Reads the first rows with values that are not finite; their parts were read to the end before."""
+        first: list[PhaseEvidence] = []
+        for phase, sample_id, parts in self._nonfinite.wanted():
+            rows = (
+                batch
+                for part in parts
+                for batch in reread(self._task.sources, self._task.run_id, part, EVIDENCE_COLUMNS)
+            )
+            found = evidence_rows(phase, sample_id, rows)
+            if found is not None:
+                first.append(found)
+        return self._nonfinite.finish(first, has_unrecorded=has_unrecorded)
+
+    def _add_unrecorded(self, tally: _ProcessTally) -> bool:
+        """Adds the samples that only ``history`` knows, as after a kill between the two, or a lost part.
+
+        Returns:
+            Whether there are any.
+        """
+        found = False
         recorded = np.concatenate([np.zeros(0, np.int64), *(one.sample_id for one in tally.samples)])
         for part, ids in tally.in_history:
             missing = np.setdiff1d(ids, recorded)
             if len(missing):
+                found = True
                 tally.samples += self._samples_in_history(part, missing)
+        return found
 
     def _samples_in_history(self, part: PartFile, ids: npt.NDArray[np.int64]) -> list[_Samples]:
         """Reads where the given samples of a part of ``history`` stand; it was read to its end before."""
         blocks: list[_Samples] = []
-        with _open_part(opened(self._task.sources[part.source]), part, self._task.run_id) as file:
-            for batch in _batches(file, _POSITION_COLUMNS):
+        with open_part(opened(self._task.sources[part.source]), part, self._task.run_id) as file:
+            for batch in batches(file, _POSITION_COLUMNS):
                 sample_id = integers(batch, "sample_id")
                 _, first = np.unique(sample_id, return_index=True)
                 chosen = first[np.isin(sample_id[first], ids)]
@@ -216,7 +265,7 @@ class _RankReader:
         found: Counter[tuple[str, str, str]] = Counter()
         generations: set[int] = set()
         blocks: list[_Samples] = []
-        for batch in _batches(file, _SAMPLE_COLUMNS):
+        for batch in batches(file, _SAMPLE_COLUMNS):
             self._compare(part, batch, found, generations)
             blocks.append(_samples(batch))
         self._tally(part).samples += blocks
@@ -256,35 +305,6 @@ class _RankReader:
 
     def _tally(self, part: PartFile) -> _ProcessTally:
         return self._tallies.setdefault(part.process, _ProcessTally())
-
-
-@contextlib.contextmanager
-def _open_part(storage: Storage, part: PartFile, run_id: str) -> Generator[pq.ParquetFile]:
-    """Checks a part's footer and opens its rows.
-
-    Raises:
-        UnusableFileError: It is to be left out.
-    """
-    if part.size_bytes == 0:
-        raise UnusableFileError("empty_file")
-    texts = [field.name for field in TABLE_SCHEMAS[part.table] if pa.types.is_string(field.type)]
-    with contextlib.ExitStack() as stack:
-        if part.size_bytes <= MAX_FETCHED_BYTES:
-            raw = stack.enter_context(io.BytesIO(storage.read(part.path)))
-        else:
-            raw = stack.enter_context(storage.open_input(part.path, part.size_bytes))
-        # Rank and process of the rows are compared row by row, and reported instead of refused.
-        inspect_file(raw, Expected(part.table, run_id))
-        raw.seek(0)
-        file = stack.enter_context(
-            pq.ParquetFile(raw, read_dictionary=texts, pre_buffer=True, page_checksum_verification=True)
-        )
-        yield file
-
-
-def _batches(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    # One thread: the merge is parallel over ranks, and a worker's memory stays that of one batch.
-    return file.iter_batches(batch_size=_BATCH_ROWS, columns=list(columns), use_threads=False)
 
 
 def _changes(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

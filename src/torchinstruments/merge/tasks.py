@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchinstruments.merge.alignment import SampleKeys
+from torchinstruments.merge.fingerprint_rows import FingerprintReading
+from torchinstruments.merge.nonfinite_rows import NonfiniteReading
 from torchinstruments.merge.sources import Source
+from torchinstruments.merge.step_rows import StepReading
 from torchinstruments.store.inventory import PartFile, SetAside
 from torchinstruments.store.summaries import SeriesSummaries
 
@@ -92,6 +95,9 @@ class RankReading:
         set_aside: Parts that were left out, with the reason.
         foreign_parts: Parts of another run.
         disagreements: Rows that say something else than the place they lie in.
+        steps: Its attempts.
+        fingerprints: Of its parameters and buffers.
+        nonfinite: Where it first saw NaN or infinity.
     """
 
     rank: int
@@ -101,3 +107,6 @@ class RankReading:
     set_aside: tuple[SetAside, ...]
     foreign_parts: int
     disagreements: tuple[Disagreement, ...]
+    steps: StepReading
+    fingerprints: FingerprintReading
+    nonfinite: NonfiniteReading

@@ -7,7 +7,7 @@
     rank-000/history.parts/part-1a2b3c4d-000000.parquet  (samples, steps, fingerprints alike)
     rank-000/result.json  rank-000/index.md
     rank-000/tensorboard/events.out.tfevents.1700000000.host.1a2b3c4d.000000
-    merged/result.json  merged/summary.parquet
+    merged/result.json  merged/summary.parquet  merged/steps.parquet
 
 A world of one, and a run of rank 0 alone, use the run's folder itself in place of ``rank-000/``. Ranks and
 part numbers have *at least* the digits shown: readers parse digits and never sort names.

@@ -7,7 +7,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-__all__ = ["LATEST_COLUMNS", "SUMMARISED_COLUMNS", "RowBlock", "integers", "microseconds", "row_block"]
+__all__ = [
+    "LATEST_COLUMNS",
+    "SUMMARISED_COLUMNS",
+    "RowBlock",
+    "floats",
+    "integers",
+    "microseconds",
+    "row_block",
+]
 
 LATEST_COLUMNS = ("shape", "dtype", "scope", "execution", "scale_provenance")
 """Columns of which a summary keeps the text of the latest row."""
@@ -70,6 +78,11 @@ def microseconds(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.int64]:
     return batch.column(name).view(pa.int64()).to_numpy(zero_copy_only=False)
 
 
+def floats(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.float64]:
+    """Returns a column of numbers as they are, NaN where it is null."""
+    return batch.column(name).to_numpy(zero_copy_only=False).astype(np.float64, copy=False)
+
+
 def _finite_or_nan(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.float64]:
-    values = batch.column(name).to_numpy(zero_copy_only=False)
+    values = floats(batch, name)
     return np.where(np.isfinite(values), values, np.nan)

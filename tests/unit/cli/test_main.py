@@ -82,6 +82,61 @@ def test_merge_with_a_missing_rank_and_a_bad_file(tmp_path: Path, capsys: pytest
     assert "rank-002/history.parts/part-0000000c-000001.parquet: empty_file" in out
 
 
+def test_the_answers_come_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Behind the headline stand steps, replicas, the first nonfinite value and late ranks, by place."""
+    run = whole_run(tmp_path / "run", 3)
+    for rank in range(3):
+        run.manifest(rank, process_of(rank))
+        gap_s = 0.3 if rank == 1 else 0.01
+        steps: list[dict[str, Any]] = [
+            {"attempt": i, "gap_s": gap_s, "backward_s": 0.5 - gap_s} for i in range(20)
+        ]
+        for step in steps[15:]:
+            step["last_micro_batch_sync"] = "local" if rank == 0 else "synced"
+        if rank == 2:
+            steps[7]["outcome"] = "skipped"
+        run.steps(rank, steps, process_of(rank))
+        digests = [{"attempt": i, "digest": 1 + (rank == 2 and 4 <= i < 6)} for i in range(10)]
+        run.fingerprints(rank, digests, process_of(rank))
+        nonfinite = {"metric": "nonfinite_fraction", "signal": "output_gradient", "loss_scale": 1024.0}
+        row = {"sample_id": 3, "attempt": 3, "value": float(rank == 1)}
+        run.history(rank, [row | nonfinite], process_of(rank), 1)
+    assert main(["merge", run.url]) == 0
+    head = capsys.readouterr().out.splitlines()[1:6]
+    assert [line[:15].strip() for line in head] == [
+        "same steps",
+        "replicas",
+        "nonfinite",
+        "late",
+        "NOT SYNCED",
+    ]
+    same_steps, replicas, nonfinite, late, unsynchronised = (line[15:] for line in head)
+    assert same_steps.startswith("NO, 1 of 20 attempts differ, first in generation 0, attempt 7: ")
+    assert same_steps.endswith("outcome skipped on rank 2, applied on ranks 0-1")
+    assert replicas.startswith(
+        "DIFFER, first in generation 0, attempt 4: fc.weight 0000000000000002 on rank 2"
+    )
+    assert replicas.endswith("0000000000000001 on ranks 0-1; equal again in generation 0, attempt 6")
+    assert nonfinite.startswith("FIRST on rank 1, in generation 0, attempt 3, forward 0, backward: fc ")
+    assert nonfinite.endswith("output_gradient, at loss scale 1024")
+    assert late.startswith("rank 1 on host-a by its own work, 0.29 s an attempt (55%), generation 0")
+    assert late.endswith("; ranks 0,2 wait")
+    assert unsynchronised.startswith("5 steps applied to gradients that were not synchronised")
+    assert unsynchronised.endswith("first in generation 0, attempt 15, rank 0")
+
+
+def test_what_is_not_known_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run without steps, fingerprints and telling statistics is told to be unknown, not to be well."""
+    assert main(["merge", whole_run(tmp_path / "run").url]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()[1:5]]
+    assert lines == [
+        "same steps   not known: no attempt is there of two ranks",
+        "replicas     not known: the run has no fingerprints (fingerprints=True takes them)",
+        "nonfinite    not known: no statistic of this run tells",
+        "late         not known: the run has no steps",
+    ]
+
+
 def test_json_goes_to_standard_output_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With --json standard output is the result as written; everything else goes to standard error."""
     run = whole_run(tmp_path / "run")

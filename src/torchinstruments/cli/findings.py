@@ -1,0 +1,152 @@
+"""The head of what ``merge`` prints: same steps, equal replicas, the first nonfinite value, late ranks."""
+
+from collections.abc import Mapping, Sequence
+
+from torchinstruments.cli.console import count_text
+
+__all__ = ["finding_lines"]
+
+_Record = Mapping[str, object]
+
+_NOT_JUDGED = {
+    "no_fingerprints": "not known: the run has no fingerprints (fingerprints=True takes them)",
+    "no_replica_keys": "not known: no tensor is known to be the same on several ranks",
+    "no_common_attempts": "not known: no attempt has fingerprints of two replicas",
+    "single_rank": "not known: one rank alone has times",
+    "few_common_attempts": "not known: the ranks have too few attempts in common",
+    "clock_differs": "not known: ranks were timed by different clocks",
+    "no_statistic_tells": "not known: no statistic of this run tells",
+}
+
+
+def finding_lines(result: _Record) -> list[tuple[str, str]]:
+    """Returns name and text of each line, from ``result.json`` (the merge command)."""
+    return [
+        ("same steps", _steps_text(_record(result["steps"]))),
+        ("replicas", _replicas_text(_record(result["replicas"]))),
+        ("nonfinite", _nonfinite_text(_record(result["first_nonfinite"]))),
+        ("late", _late_text(_record(result["own_work"]))),
+        *_unsynchronised_lines(_record(_record(result["steps"])["unsynchronised_steps"])),
+    ]
+
+
+def _steps_text(steps: _Record) -> str:
+    compared = _integer(steps["compared_attempts"])
+    if steps["same_steps"] is None:
+        return "not known: no attempt is there of two ranks"
+    if not steps["same_steps"]:
+        first = _record(steps["first_disagreement"])
+        difference = _record(_list(first["differences"])[0])
+        number = _integer(steps["disagreeing_attempts"])
+        return (
+            f"NO, {number:,} of {count_text(compared, 'attempt')} differ, first {_moment(first)}: "
+            f"{difference['column']} {_values_text(difference)}"
+        )
+    text = f"yes, in {count_text(compared, 'attempt')}"
+    incomplete = _integer(steps["incomplete_attempts"])
+    if incomplete:
+        first = _record(steps["first_incomplete"])
+        without = first["ranks_without_row"]
+        text += f"; {incomplete:,} not on all ranks, first {_moment(first)}, without ranks {without}"
+    return text
+
+
+def _replicas_text(replicas: _Record) -> str:
+    if replicas["equal"] is None:
+        return _NOT_JUDGED[str(replicas["unavailable_reason"])]
+    judged = count_text(_integer(replicas["judged_attempts"]), "attempt")
+    if replicas["equal"]:
+        return f"equal, in {judged}"
+    first = _record(replicas["first_divergence"])
+    again = first["equal_again"]
+    ending = f"equal again {_moment(_record(again))}" if first["healed"] else "not seen equal since"
+    return f"DIFFER, first {_moment(first)}: {first['tensor']} {_values_text(first)}; {ending}"
+
+
+def _nonfinite_text(found: _Record) -> str:
+    if found["found"] is None:
+        return _NOT_JUDGED[str(found["unavailable_reason"])]
+    if not found["found"]:
+        return "none"
+    first = _record(found["first"])
+    layer = str(first["layer"]) or "(root)"
+    signal = f"{first['signal']} {first['stage']}".rstrip()
+    text = f"FIRST on {_ranks_text(first)}, {_moment(first)}, {first['phase']}: {layer} {signal}"
+    scale = first["loss_scale"]
+    if isinstance(scale, float) and scale != 1.0:
+        text += f", at loss scale {scale:g}"
+    if not first["before_reduction"]:
+        text += "; after the reduction, so that the rank where it was born is not known"
+    missing = _record(first["ranks_missing"])
+    for reason, ranks in missing.items():
+        text += f"; ranks {ranks} do not tell ({reason})"
+    return text
+
+
+def _late_text(own_work: _Record) -> str:
+    generations = [_record(one) for one in _list(own_work["generations"])]
+    judged = [one for one in generations if one["judged"]]
+    if not judged:
+        return _NOT_JUDGED[str(generations[-1]["unavailable_reason"])] if generations else _NO_TIMES
+    late = [one for one in judged if one["latest"] is not None]
+    if not late:
+        return "none by its own work"
+    last = late[-1]
+    latest = _record(last["latest"])
+    host = f" on {latest['host']}" if latest["host"] else ""
+    text = (
+        f"rank {latest['rank']}{host} by its own work, {_number(latest['late_by_s']):.3g} s an attempt "
+        f"({_number(latest['share_of_attempt']):.0%}), generation {last['generation']}"
+    )
+    return f"{text}; ranks {last['waiting_ranks']} wait" if last["waiting_ranks"] else text
+
+
+_NO_TIMES = "not known: the run has no steps"
+
+
+def _unsynchronised_lines(found: _Record) -> list[tuple[str, str]]:
+    number = _integer(found["steps"])
+    if not number:
+        return []
+    first = _record(found["first"])
+    steps = count_text(number, "step")
+    text = f"{steps} applied to gradients that were not synchronised, first {_moment(first)}"
+    return [("NOT SYNCED", f"{text}, {_ranks_text(first)}")]
+
+
+def _moment(record: _Record) -> str:
+    names = {"attempt": "attempt", "forward_in_attempt": "forward", "forward_index": "forward"}
+    parts = [f"{noun} {record[name]}" for name, noun in names.items() if record.get(name) is not None]
+    return f"in generation {record['generation']}, {', '.join(parts)}"
+
+
+def _values_text(record: _Record) -> str:
+    values = [_record(one) for one in _list(record["values"])]
+    shown = [f"{one['value']} on {_ranks_text(one)}" for one in values[:3]]
+    more = _integer(record["num_values"]) - len(shown)
+    return ", ".join(shown) + (f", {count_text(more, 'further value')}" if more else "")
+
+
+def _ranks_text(record: _Record) -> str:
+    ranks = str(record["ranks"])
+    return f"rank {ranks}" if ranks.isdecimal() else f"ranks {ranks}"
+
+
+def _record(value: object) -> _Record:
+    assert isinstance(value, Mapping)
+    return value
+
+
+def _list(value: object) -> Sequence[object]:
+    assert isinstance(value, Sequence)
+    return value
+
+
+def _integer(value: object) -> int:
+    assert isinstance(value, int)
+    return value
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, (int, float))
+    return float(value)
