@@ -208,7 +208,7 @@ def test_an_error_of_the_observer_itself_stays_inside(
 
     model = nn.Sequential(nn.Linear(2, 2))
     observer = observe(model, session)
-    monkeypatch.setattr(probe, "inside_compiled", broken)
+    monkeypatch.setattr(probe, "compiled_parts", broken)
     with pytest.warns(RuntimeWarning, match="forward failed in the model: RuntimeError: bug"):
         model(torch.ones(1, 2))
     assert observer.counters.errors == {"forward": 1}
