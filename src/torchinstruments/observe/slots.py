@@ -46,6 +46,10 @@ class _RootObserver(Protocol):
         """Takes that ``torch.export`` traces a call; it never raises (exporting thread)."""
         ...
 
+    def root_compiled(self) -> None:
+        """Takes that ``torch.compile`` traces a call; it never raises (compiling thread)."""
+        ...
+
 
 class _LayerObserver(Protocol):
     """Who measures the inputs and outputs of layers during one forward."""
@@ -113,6 +117,8 @@ class CallSlot:
         if torch.compiler.is_compiling():
             if torch.compiler.is_exporting():
                 self.exported()
+            else:
+                self.traced()
             return module._call_impl(*args, **kwargs)  # noqa: SLF001 - what an empty slot runs
         caller: FrameType | None = sys._getframe(1)  # noqa: SLF001 - nothing else tells
         if caller is not None and caller.f_code is _WRAPPED_CALL:
@@ -136,6 +142,9 @@ class CallSlot:
 
     def exported(self) -> None:
         """Takes that ``torch.export`` traces a call of the module; nothing to most (exporting thread)."""
+
+    def traced(self) -> None:
+        """Takes that ``torch.compile`` traces a call of the module; nothing to most (compiling thread)."""
 
     def _run_below(
         self, module: nn.Module, caller: "FrameType | None", args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -203,6 +212,11 @@ class RootSlot(CallSlot):
     def exported(self) -> None:
         """Tells that ``torch.export`` traces a call of the model (exporting thread)."""
         self._observer.root_exported()
+
+    @override
+    def traced(self) -> None:
+        """Tells that ``torch.compile`` traces a call of the model (compiling thread)."""
+        self._observer.root_compiled()
 
 
 class _SampledSlot(CallSlot):

@@ -38,7 +38,10 @@ from torchinstruments.records import Position
 if TYPE_CHECKING:
     from torch._dynamo.decorators import set_stance
 
-__all__ = ["Flight", "Forcing", "is_agreed", "refuse_disagreement"]
+__all__ = ["MAX_WAITING", "Flight", "Forcing", "is_agreed", "refuse_disagreement"]
+
+MAX_WAITING = 256
+"""Forwards that are followed at once; beyond that the oldest is waited for no more."""
 
 _PROBE = "compiled"
 
@@ -138,28 +141,29 @@ class _Process:
         # A signal handler may run a model while its thread is in here.
         self._lock = threading.RLock()
         self._flights: list[weakref.ref[Flight]] = []
-        self._kept: list[Flight] = []
+        self._kept: set[Flight] = set()
         self._entered: set_stance | None = None
 
     def start(self, owner: "Forcing", position: Position, *, forces: bool, keeps: bool) -> Flight:
         """Takes the begin of a root forward, and the stance where that is asked for and possible."""
         with self._lock:
             flights = [flight for flight in self._alive() if not _is_over(flight, owner, position)]
+            while len(flights) >= MAX_WAITING:
+                flights.pop(0).state = _State.OVER
             self._flights = [weakref.ref(flight) for flight in flights]
-            self._kept = [flight for flight in self._kept if flight in flights]
             self.settle(owner.faults)
             if forces and self._entered is None and not flights:
                 self._enter(owner.faults)
             flight = Flight(owner, position.attempt, is_forced=self._entered is not None)
             self._flights.append(weakref.ref(flight))
             if keeps:
-                self._kept.append(flight)
+                self._kept.add(flight)
             return flight
 
     def settle(self, faults: Faults | None) -> None:
         """Leaves the stance if no forward that ran under it is on its way (any thread, hot path)."""
         with self._lock:
-            self._kept = [flight for flight in self._kept if flight.state is not _State.OVER]
+            self._kept = {flight for flight in self._kept if flight.state is not _State.OVER}
             if self._entered is None or any(
                 flight.is_forced and flight.state is not _State.OVER for flight in self._alive()
             ):
@@ -178,7 +182,7 @@ class _Process:
     def keep(self, flight: Flight) -> None:
         """Keeps a forward that no tensor tells of (training thread, hot path)."""
         with self._lock:
-            self._kept.append(flight)
+            self._kept.add(flight)
 
     def resume(self, flight: Flight, faults: Faults) -> None:
         """Takes the stance again for a backward that was not waited for (autograd thread, hot path)."""

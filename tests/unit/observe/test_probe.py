@@ -369,14 +369,6 @@ def test_a_scripted_layer_is_reported_and_the_rest_measured(session: MemorySessi
     assert [(m.expected, m.fired) for m in session.modules] == [(True, 1), (False, 0)]
 
 
-def test_a_model_compiled_in_place_is_warned_of_at_attach(session: MemorySession) -> None:
-    """Its forward cannot be seen, and the sentence says what can."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    model.compile(backend="eager")
-    with pytest.warns(RuntimeWarning, match=r"attach to torch.compile\(model\) instead"):
-        observe(model, session)
-
-
 def test_a_companion_that_cannot_attach_leaves_no_hook(session: MemorySession) -> None:
     """The error reaches the caller, and companions before it are detached again."""
     log: list[str] = []
