@@ -126,8 +126,8 @@ def inject_observer(
             given: any of ``input``, ``output``, ``output_gradient``, ``parameter``, ``parameter_gradient``.
         compiled: What is observed of a compiled model: with ``boundary`` each compiled region as a whole;
             with ``force_eager`` every layer, for which sampled forwards and their backwards run eagerly, in
-            the whole process. Between several ranks that needs ``rank_policy="all"`` and an `EveryNStepsSampler`
-            or `AlwaysSampler`.
+            the whole process. Between several ranks that needs ``rank_policy="all"`` and an
+            `EveryNStepsSampler` or `AlwaysSampler`.
         optimizer: The one, or those, whose steps count, where not every optimizer of the model's parameters
             should. A wrapper of an optimizer stands for the one inside.
         scaler: What scales the loss: a gradient scaler, a number that the loop multiplies the loss with, or

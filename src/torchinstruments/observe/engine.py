@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+import torch._C._autograd
 from torch.autograd import Variable
 from torch.fx import _symbolic_trace
 

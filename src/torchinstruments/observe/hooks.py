@@ -125,8 +125,8 @@ class RootPreHook(_HookThatStays):
 def root_pre_hook(observer: _RootObserver) -> RootPreHook:
     """Returns the pre-hook of an observer, whose code is nobody else's (attaching or compiling thread).
 
-    A compiler keeps what it has made of a piece of code. A hook that shared it with that of an earlier observer
-    would not be traced again, and so could not tell of it.
+    A compiler keeps what it has made of a piece of code. A hook that shared its code with an earlier
+    observer's would not be traced again, and so could not tell of it.
 
     Args:
         observer: Told of calls, and of being traced.

@@ -9,7 +9,7 @@ model have been compiled since.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -86,12 +86,15 @@ class ObservedLayers:
         """The layer that is the attached model itself, if it was selected."""
         return next((layer for layer in self.current if layer.is_root), None)
 
-    def refresh(self, model: nn.Module, parts: CompiledParts = NOTHING_COMPILED) -> bool:
+    def refresh(
+        self, model: nn.Module, parts: CompiledParts = NOTHING_COMPILED, *, is_told: bool = False
+    ) -> bool:
         """Selects anew where the model has changed (training thread, hot path).
 
         Args:
             model: The attached model, or the wrapper around it that is called.
             parts: What is compiled of it and observed at the boundary.
+            is_told: Whether the user knows of it already.
 
         Returns:
             Whether the catalog is another now.
@@ -118,27 +121,8 @@ class ObservedLayers:
         before = {layer.name: layer for layer in self.current}
         self.current = self._with_old_indices(fresh)
         self.regions = fused_regions(model, self.current)
-        known = {layer.name for layer in self.current}
-        replaced = sum(
-            layer.name in before and before[layer.name].module is not layer.module for layer in self.current
-        )
-        compiled = {layer.name for layer in self.current if layer.is_compiled}
-        if was_compiled and not compiled <= {name for name, layer in before.items() if layer.is_compiled}:
-            self._faults.notice(
-                COMPILED,
-                "",
-                f"parts of the model were compiled after the observer was attached: {len(compiled)} of the "
-                f"selected layers are inside compiled code, where nothing can be measured, and each compiled "
-                f"region is observed as a whole",
-            )
-        elif replaced or known != before.keys() or not was_compiled:
-            self._faults.notice(
-                "selector",
-                "",
-                f"modules of the model were replaced: of the selected layers {replaced} are others, "
-                f"{len(known - before.keys())} are new and {len(before.keys() - known)} are gone; "
-                f"the ones that are there now are observed",
-            )
+        if not is_told:
+            self._tell_change(before, was_compiled=was_compiled)
         self.catalog.renew(self.current)
         self.report_out_of_reach()
         return True
@@ -150,6 +134,30 @@ class ObservedLayers:
                 self._faults.report(
                     "selector", layer.name, TypeError("a scripted module takes no forward hooks")
                 )
+
+    def _tell_change(self, before: Mapping[str, Layer], *, was_compiled: bool) -> None:
+        """Tells what has become of the layers."""
+        known = {layer.name for layer in self.current}
+        replaced = sum(
+            layer.name in before and before[layer.name].module is not layer.module for layer in self.current
+        )
+        hidden = {layer.name for layer in self.current if layer.is_compiled}
+        if was_compiled and not hidden <= {name for name, layer in before.items() if layer.is_compiled}:
+            self._faults.notice(
+                COMPILED,
+                "",
+                f"parts of the model were compiled after the observer was attached: {len(hidden)} of the "
+                f"selected layers are inside compiled code, where nothing can be measured, and each compiled "
+                f"region is observed as a whole",
+            )
+        elif replaced or known != before.keys() or not was_compiled:
+            self._faults.notice(
+                "selector",
+                "",
+                f"modules of the model were replaced: of the selected layers {replaced} are others, "
+                f"{len(known - before.keys())} are new and {len(before.keys() - known)} are gone; "
+                f"the ones that are there now are observed",
+            )
 
     def _with_old_indices(self, fresh: Sequence[Layer]) -> tuple[Layer, ...]:
         """Gives layers the indices that their names have in the catalog, and new ones the next."""

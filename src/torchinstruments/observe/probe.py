@@ -450,6 +450,8 @@ class RootProbe:
                     "world of several ranks; compiled regions are observed at their boundary instead",
                     kind="disagreement",
                 )
+                if (model := self._model()) is not None:
+                    self._refresh(compiled_parts(model), is_told=True)
         return True
 
     def _is_chosen(self, position: Position, started_us: int) -> bool:
@@ -531,11 +533,11 @@ class RootProbe:
         if self._parameters is not None:
             self._parameters.close()
 
-    def _refresh(self, parts: CompiledParts) -> None:
+    def _refresh(self, parts: CompiledParts, *, is_told: bool = False) -> None:
         """Takes the model's modules as they are now (training thread, hot path)."""
         # What was called may be a replica of the model.
         model = self._watch.model
-        if model is not None and self._layers.refresh(model, self._hidden(parts)):
+        if model is not None and self._layers.refresh(model, self._hidden(parts), is_told=is_told):
             self._root_layer = self._layers.root
             self._bypass.look_again()
             if self._captures_direct_forwards:

@@ -312,7 +312,7 @@ def refuse_disagreement(policy: Policy, sampler: SamplingPolicy, world_size: int
     if not is_agreed(policy, sampler, world_size):
         raise ConfigurationError(
             f"compiled={CompiledMode.FORCE_EAGER.value!r} with rank_policy={policy.name!r}, "
-            f"{type(sampler).__name__} and {world_size} ranks is not possible: all ranks have to run the same "
-            f"forwards eagerly, or their collectives may not meet; give rank_policy='all' and "
+            f"{type(sampler).__name__} and {world_size} ranks is not possible: all ranks have to run the "
+            f"same forwards eagerly, or their collectives may not meet; give rank_policy='all' and "
             f"sampler=EveryNStepsSampler(n), or compiled='boundary'"
         )

@@ -162,6 +162,7 @@ def observe(
     signals: Collection[Signal] = DEFAULT_SIGNALS,
     steps: StepRelay | None = None,
     force_eager: bool = False,
+    agreed: bool = False,
 ) -> Observer:
     """Attaches an observer that measures every forward."""
     chosen = selector or leaf_modules()
@@ -185,7 +186,7 @@ def observe(
         fingerprints=fingerprints,
         signals=frozenset(signals),
         steps=steps,
-        forcing=Forcing(faults, agreed=False) if force_eager else None,
+        forcing=Forcing(faults, agreed=agreed) if force_eager else None,
     )
     observer = Observer(probe)
     observer.attach(model)

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from torchinstruments.observe.compiled import NOTHING_COMPILED, compiled_parts
-from torchinstruments.observe.observer import Observer
 from torchinstruments.observe.sampling import EveryNForwardsSampler
 from torchinstruments.records import Execution, Signal
 from unit.observe.compiling import (
@@ -118,7 +117,7 @@ def test_inputs_of_a_region_are_measured(session: MemorySession) -> None:
 def test_a_region_without_a_chosen_layer_is_no_layer(session: MemorySession) -> None:
     """A selector that leaves the blocks out gets none of their boundaries."""
     model = compile_as("blocks", Net(), counting())
-    observe(model, session, selector=lambda name, module: name == "head")
+    observe(model, session, selector=lambda name, _: name == "head")
     model(torch.ones(1, 4))
     assert of_layers(session) == {"head": ("eager", "")}
 
@@ -149,7 +148,7 @@ def test_a_wrapper_around_compiled_code_is_the_boundary(session: MemorySession) 
 def test_what_torch_was_told_to_leave_alone_is_not_compiled() -> None:
     """A forward under torch.compiler.disable runs as it is written."""
     block = Block()
-    block.forward = torch.compiler.disable(block.forward)
+    vars(block)["forward"] = torch.compiler.disable(block.forward)
     assert compiled_parts(nn.Sequential(block)) == NOTHING_COMPILED
 
 
@@ -222,10 +221,10 @@ def test_a_model_that_is_called_inside_compiled_code_alone_is_told_of(session: M
     def loss(x: torch.Tensor) -> torch.Tensor:
         return model(x).square().mean()
 
-    with pytest.warns(RuntimeWarning, match="it is called inside compiled code") as caught:
-        for _ in range(3):
-            loss(torch.ones(3, 4)).backward()
-    assert len([w for w in caught if "torchinstruments" in str(w.message)]) == 1
+    with pytest.warns(RuntimeWarning, match="it is called inside compiled code"):
+        loss(torch.ones(3, 4)).backward()
+    for _ in range(2):
+        loss(torch.ones(3, 4)).backward()
     assert backend.frame_count == 1
     assert observer.counters.forwards == 0
 
@@ -250,7 +249,7 @@ def test_an_in_place_model_gets_its_slot_back(session: MemorySession) -> None:
     """While it is observed its call runs through the observer, and afterwards as torch left it."""
     model = compile_as("in_place", Net(), counting())
     before = vars(model)["_compiled_call_impl"]
-    observer: Observer = observe(model, session)
+    observer = observe(model, session)
     assert vars(model)["_compiled_call_impl"] is not before
     observer.close()
     assert vars(model)["_compiled_call_impl"] is before
