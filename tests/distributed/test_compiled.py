@@ -34,7 +34,7 @@ def _wrapped(form: str, model: Net, backend: Any) -> Any:
     """Returns what a program calls."""
     match form:
         case "ddp over compiled":
-            return DistributedDataParallel(torch.compile(model, backend=backend))  # pyrefly: ignore[bad-argument-type]
+            return DistributedDataParallel(torch.compile(model, backend=backend))
         case "ddp over in place":
             model.compile(backend=backend)
             return DistributedDataParallel(model)
@@ -85,7 +85,7 @@ def _build(form: str) -> tuple[Any, Any]:
     """Returns a new model in a form and the backend that counts its graphs."""
     torch._dynamo.reset()
     torch.manual_seed(7)
-    backend = counting()
+    backend = counting("eager")
     return _wrapped(form, Net(), backend), backend
 
 

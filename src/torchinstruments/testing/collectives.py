@@ -2,8 +2,8 @@
 
 Telemetry that issues a collective hangs a job in which one rank does not observe. The guard patches the
 public functions of `torch.distributed`, the functional collectives, and the methods of c10d's process groups,
-and looks at the stack of each call: the nearest frame of this package makes it forbidden. What a wrapped scaler
-method, or what stands in for a module's call or forward, passes on is the program's own.
+and looks at the stack of each call: the nearest frame of this package makes it forbidden. What a wrapped
+scaler method, or a stand-in of a module's call or forward, passes on is the program's own.
 """
 
 import functools

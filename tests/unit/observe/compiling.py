@@ -49,9 +49,9 @@ INSIDE = ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down")
 """Leaves of the blocks of a `Net`."""
 
 
-def counting() -> CompileCounterWithBackend:
-    """Returns a backend that counts graphs and builds backwards ahead of time."""
-    return CompileCounterWithBackend("aot_eager")
+def counting(backend: str = "aot_eager") -> CompileCounterWithBackend:
+    """Returns a backend that counts graphs; this one builds backwards ahead of time."""
+    return CompileCounterWithBackend(backend)
 
 
 def compile_as(form: str, model: Net, backend: CompileCounterWithBackend) -> nn.Module:
