@@ -659,8 +659,8 @@ class ErrorRecord:
 
     Attributes:
         probe: ``sampler``, ``selector``, ``reducer``, ``forward``, ``gradient``, ``optimizer``,
-            ``loss_scale``, ``step``, ``clock``, ``histogram``, ``fingerprint``, ``alignment``, ``sink`` or
-            ``storage``.
+            ``loss_scale``, ``step``, ``clock``, ``histogram``, ``fingerprint``, ``alignment``, ``compiled``,
+            ``sink`` or ``storage``.
         module: Layer, where there is one.
         type: Class name of the exception.
         message: Its text, at most 500 characters.
