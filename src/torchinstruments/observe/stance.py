@@ -26,7 +26,12 @@ import torch
 
 from torchinstruments.config import CompiledMode
 from torchinstruments.errors import ConfigurationError
-from torchinstruments.observe.engine import call_at_end_of_backward, graph_task, keeps_graph
+from torchinstruments.observe.engine import (
+    call_at_end_of_backward,
+    graph_task,
+    is_capturing_graph,
+    keeps_graph,
+)
 from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.hooks import GradientHook
 from torchinstruments.observe.leaves import tensors_in
@@ -266,6 +271,9 @@ class Forcing:
         """
         if "torch._dynamo" not in sys.modules:
             return None
+        if is_capturing_graph():
+            # What is captured would be the eager program for good.
+            is_chosen = False
         in_pipeline = is_chosen and is_pipelined()
         flight = _PROCESS.start(self, position, forces=is_chosen and not in_pipeline, keeps=world_size > 1)
         if in_pipeline and not flight.is_forced:
