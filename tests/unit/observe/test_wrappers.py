@@ -44,7 +44,6 @@ def test_the_two_forms_of_compiling_are_told_apart() -> None:
 
 def test_a_compiled_forward_is_known_on_instance_and_class() -> None:
     """What torch was told to leave alone is not compiled."""
-
     compiled_class = type("Compiled", (nn.Linear,), {"forward": torch.compile(nn.Linear.forward)})
     module, disabled = nn.Linear(2, 2), nn.Linear(2, 2)
     assert not is_forward_compiled(module)
