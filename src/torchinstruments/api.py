@@ -19,11 +19,19 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from torchinstruments import environment
-from torchinstruments.config import UNSET, ErrorPolicy, HistoryConfig, RankPolicy, Unset
+from torchinstruments.config import (
+    UNSET,
+    CompiledMode,
+    ErrorPolicy,
+    HistoryConfig,
+    RankPolicy,
+    Unset,
+)
 from torchinstruments.enrolment import Destination, RunPlan
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.observe.aligned import AlignedSampler
 from torchinstruments.observe.applied import StepRelay
+from torchinstruments.observe.compiled import NOTHING_COMPILED, compiled_parts
 from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.focus import select_focus
 from torchinstruments.observe.observation import DEFAULT_SIGNALS
@@ -36,12 +44,13 @@ from torchinstruments.observe.sampling import (
     validate_sampler,
 )
 from torchinstruments.observe.selection import Layer, Selector, leaf_modules, select_layers
+from torchinstruments.observe.stance import Forcing, is_agreed, refuse_disagreement
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.device_times import device_times
-from torchinstruments.ranks.identity import new_process_id
+from torchinstruments.ranks.identity import discover, new_process_id
 from torchinstruments.ranks.loss_scale import DeclaredScale, ScalerWatch
 from torchinstruments.ranks.optimizers import OptimizerWatch, unwrapped
-from torchinstruments.ranks.policy import parse_policy
+from torchinstruments.ranks.policy import Policy, parse_policy
 from torchinstruments.records import Identity, Signal
 from torchinstruments.session import RunSession
 from torchinstruments.sinks.composite import split_sinks
@@ -78,6 +87,7 @@ def inject_observer(
     error_policy: ErrorPolicy | str = ErrorPolicy.WARN,
     capture_direct_forwards: bool = False,
     signals: Collection[Signal | str] | Unset = UNSET,
+    compiled: CompiledMode | str = CompiledMode.BOUNDARY,
     optimizer: Optimizer | Sequence[Optimizer] | Unset = UNSET,
     scaler: GradScaler | float | Unset | None = UNSET,
     fingerprints: bool = False,
@@ -116,6 +126,10 @@ def inject_observer(
             measured too.
         signals: What is measured of the selected layers, ``("output", "output_gradient")`` where it is not
             given: any of ``input``, ``output``, ``output_gradient``, ``parameter``, ``parameter_gradient``.
+        compiled: What is observed of a compiled model: with ``boundary`` each compiled region as a whole;
+            with ``force_eager`` every layer, for which sampled forwards and their backwards run eagerly, in
+            the whole process. Between several ranks that needs ``rank_policy="all"`` and an
+            `EveryNStepsSampler` or `AlwaysSampler`.
         optimizer: The one, or those, whose steps count, where not every optimizer of the model's parameters
             should. A wrapper of an optimizer stands for the one inside.
         scaler: What scales the loss: a gradient scaler, a number that the loop multiplies the loss with, or
@@ -166,6 +180,10 @@ def inject_observer(
             f"capture_direct_forwards={capture_direct_forwards!r} is not possible; give True or False"
         )
     chosen_signals = _signals(signals)
+    mode = _compiled_mode(compiled)
+    if mode is CompiledMode.FORCE_EAGER:
+        identity = discover("", "")
+        refuse_disagreement(policy, chosen_sampler, 1 if identity is None else identity.world_size)
     declared_scale = _declared_scale(scaler)
     if not isinstance(fingerprints, bool):
         raise ConfigurationError(f"fingerprints={fingerprints!r} is not possible; give True or False")
@@ -178,7 +196,8 @@ def inject_observer(
         selector_errors.append((layer, error))
 
     chosen_selector = leaf_modules() if isinstance(selector, Unset) else selector
-    layers = select_layers(model, chosen_selector, keep_selector_error)
+    parts = compiled_parts(model) if mode is CompiledMode.BOUNDARY else NOTHING_COMPILED
+    layers = select_layers(model, chosen_selector, keep_selector_error, parts)
     focus = select_focus(layers, histogram_selector, max_histogram_modules, keep_selector_error)
     if environment.is_disabled():
         return _attach_inert(model, destination.url)
@@ -220,6 +239,8 @@ def inject_observer(
         signals=frozenset(chosen_signals),
         fingerprints=fingerprints,
         aligned=aligned if session.world_size > 1 or not is_open else None,
+        mode=mode,
+        policy=policy,
     )
 
 
@@ -267,6 +288,8 @@ def _attach(
     signals: frozenset[Signal],
     fingerprints: bool,
     aligned: AlignedSampler | None,
+    mode: CompiledMode,
+    policy: Policy,
 ) -> Observer:
     model_ref = weakref.ref(model)
 
@@ -310,6 +333,7 @@ def _attach(
         fingerprints=fingerprints,
         now=now,
         aligned=aligned,
+        forcing=_forcing(mode, policy, sampler, faults),
     )
     session.finish_with(weakref.WeakMethod(probe.tell_open_attempt))
     session.count_with(probe.counters)
@@ -403,6 +427,24 @@ def _signals(signals: object) -> tuple[Signal, ...]:
             f"signals={signals!r} is empty, so that nothing would be measured; give any of {allowed}"
         )
     return tuple(signal for signal in Signal if signal in signals)
+
+
+def _compiled_mode(compiled: object) -> CompiledMode:
+    try:
+        return CompiledMode(str(compiled))
+    except ValueError:
+        allowed = ", ".join(repr(mode.value) for mode in CompiledMode)
+        raise ConfigurationError(f"compiled={compiled!r} is not known; give one of {allowed}") from None
+
+
+def _forcing(mode: CompiledMode, policy: Policy, sampler: SamplingPolicy, faults: Faults) -> Forcing | None:
+    """Returns what forces sampled forwards, where that was asked for.
+
+    A process whose rank is not known yet may turn out to be one of several.
+    """
+    if mode is not CompiledMode.FORCE_EAGER:
+        return None
+    return Forcing(faults, agreed=is_agreed(policy, sampler, world_size=2))
 
 
 def _histograms(histograms: object) -> tuple[HistogramReducer, ...]:

@@ -5,7 +5,7 @@ from enum import Enum, StrEnum
 
 from torchinstruments.errors import ConfigurationError
 
-__all__ = ["MAX_ROWS", "UNSET", "ErrorPolicy", "HistoryConfig", "RankPolicy", "Unset"]
+__all__ = ["MAX_ROWS", "UNSET", "CompiledMode", "ErrorPolicy", "HistoryConfig", "RankPolicy", "Unset"]
 
 
 class Unset(Enum):
@@ -49,6 +49,16 @@ class RankPolicy(StrEnum):
 
     NODE = "node"
     """Local rank 0 of each host."""
+
+
+class CompiledMode(StrEnum):
+    """What is observed of a compiled model."""
+
+    BOUNDARY = "boundary"
+    """Each compiled region as a whole, from outside."""
+
+    FORCE_EAGER = "force_eager"
+    """Every layer, on sampled forwards that run as the model is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -660,7 +660,7 @@ class ErrorRecord:
     Attributes:
         probe: ``sampler``, ``selector``, ``reducer``, ``forward``, ``gradient``, ``optimizer``,
             ``loss_scale``, ``step``, ``clock``, ``histogram``, ``fingerprint``, ``alignment``, ``tracing``,
-            ``bypassed``, ``scripted_module``, ``sink`` or ``storage``.
+            ``bypassed``, ``scripted_module``, ``compiled``, ``sink`` or ``storage``.
         module: Layer, where there is one.
         type: Class name of the exception.
         message: Its text, at most 500 characters.

@@ -519,6 +519,8 @@ def test_histograms_cover_the_layers_in_focus_alone(tmp_path: Path) -> None:
         ({"scaler": float("inf")}, "scaler=inf"),
         ({"scaler": GradScaler}, "scaler=<class"),
         ({"fingerprints": "all"}, "fingerprints='all'"),
+        ({"compiled": "eager"}, "compiled='eager' is not known; give one of 'boundary', 'force_eager'"),
+        ({"compiled": True}, "compiled=True"),
         ({"signals": ()}, "signals=() is empty"),
         ({"signals": "output"}, "signals='output' is no collection"),
         ({"signals": None}, "signals=None"),
@@ -604,3 +606,19 @@ def test_copies_for_several_devices_are_said_not_to_be_measured(tmp_path: Path) 
         inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler())
     with pytest.warns(RuntimeWarning, match="no sample"):
         remove_observer(model)
+
+
+def test_compiled_says_what_is_observed_of_a_compiled_model(tmp_path: Path) -> None:
+    """Its boundary, or every layer; with a sampler by time too in a world of one."""
+    for mode, expected in (
+        ("boundary", {"": "eager"} | dict.fromkeys("012", "inside_compiled")),
+        ("force_eager", dict.fromkeys("012", "forced_eager")),
+    ):
+        model = torch.compile(make_model(), backend="eager")
+        assert isinstance(model, nn.Module)
+        sampler = TimedSampler(timedelta(hours=1), immediate=True)
+        inject_observer(model, output_dir=tmp_path / mode, sampler=sampler, compiled=mode)
+        train(model)
+        remove_observer(model)
+        history = open_run(str(tmp_path / mode)).history().collect()
+        assert dict(history.select("layer", "execution").unique().iter_rows()) == expected

@@ -100,7 +100,7 @@ class DirectSentry:
         # Above this frame lie the two of the override, which count as a call of the module already.
         self._tell(self._name, sys._getframe(3))  # noqa: SLF001 - nothing else tells
 
-    def ended(self, output: object, *, failed: bool) -> None:
+    def ended(self, module: nn.Module, output: object, *, failed: bool) -> None:
         """Does nothing: it was counted when it began."""
 
 

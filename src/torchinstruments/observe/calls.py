@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchinstruments.observe.capture import SampledForward
+from torchinstruments.observe.compiled import NOTHING_COMPILED, CompiledParts
+from torchinstruments.observe.stance import Flight
 from torchinstruments.records import GradSync, Position
 
 __all__ = ["RootCall", "RunningCalls"]
@@ -21,7 +23,9 @@ class RootCall:
         position: Where it stands among the steps.
         depth: Calls of the root that are on the stack, this one included.
         sampled: Measures it, where it was chosen.
-        compiled: Ids of modules inside compiled code, where it was chosen.
+        compiled: What is compiled of what was called, where it was chosen.
+        called: Id of the module that was called: the model, its wrapper or a replica.
+        flight: Follows it to the end of its backward, where sampled forwards are forced to run eagerly.
     """
 
     grad_sync: GradSync
@@ -29,7 +33,9 @@ class RootCall:
     position: Position | None = None
     depth: int = 1
     sampled: SampledForward | None = None
-    compiled: frozenset[int] = frozenset()
+    compiled: CompiledParts = NOTHING_COMPILED
+    called: int = 0
+    flight: Flight | None = None
 
     def has_failed(self) -> bool:
         """Returns whether it is being left by an exception of its own."""

@@ -23,6 +23,7 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchinstruments.observe.applied import ParameterTracker
+from torchinstruments.observe.compiled import CompiledParts
 from torchinstruments.observe.direct import DirectLayer, ForwardOverride
 from torchinstruments.observe.engine import is_in_backward
 from torchinstruments.observe.faults import Faults, Tally
@@ -105,6 +106,7 @@ class SampledForward:
         started_at_us: When it began: microseconds since the epoch, UTC.
         grad_sync: As latched at its start.
         parameters: Watches parameters' gradients; None where they are not asked for.
+        execution: How what is measured runs.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class SampledForward:
         started_at_us: int,
         grad_sync: GradSync,
         parameters: ParameterTracker | None = None,
+        execution: Execution = Execution.EAGER,
     ) -> None:
         self._layers = layers
         self._regions = regions
@@ -129,6 +132,7 @@ class SampledForward:
         self._started_at_us = started_at_us
         self._grad_sync = grad_sync
         self._parameters = parameters
+        self._execution = execution
         self._signals = tracker.recipe.signals
         self._follows_outputs = not self._signals.isdisjoint(_OF_OUTPUTS)
         self._part = tracker.recipe.part(ordinal, self._tally.fail)
@@ -141,11 +145,11 @@ class SampledForward:
         """Indices of the layers that were called, in the order of their first calls."""
         return tuple(self._progress.fired)
 
-    def attach(self, compiled: frozenset[int], replicated: frozenset[int] | None = None) -> None:
+    def attach(self, compiled: CompiledParts, replicated: frozenset[int] | None = None) -> None:
         """Hooks the layers (training thread, hot path).
 
         Args:
-            compiled: Ids of modules inside compiled code, where a hook would be compiled too.
+            compiled: Inside of these a hook would be compiled too.
             replicated: Has direct forwards captured too, but for modules with these ids; None: of none.
         """
         started_s = time.perf_counter()
@@ -159,8 +163,11 @@ class SampledForward:
                 if not layer.takes_hooks:
                     self._note_unseen(layer, Reason.SCRIPTED_MODULE)
                     continue
-                if id(layer.watched) in compiled:
+                if compiled.hides(layer.watched):
                     self._note_unseen(layer, Reason.INSIDE_COMPILED, Execution.INSIDE_COMPILED)
+                    continue
+                if id(layer.watched) in compiled.inside:
+                    self._install(LayerSlot(layer.watched, self, thread, layer))
                     continue
                 if layer.index not in own:
                     self._watch(layer, thread, takes_hook=layer.index not in hookless)
@@ -172,7 +179,7 @@ class SampledForward:
                 self._tally.layer = layer.name
                 self._tally.fail(_PROBE, error)
         for region in self._regions:
-            if id(region.module) not in compiled and not region.is_root:
+            if id(region.module) not in compiled.inside and not region.is_root:
                 self._install(RegionSlot(region, self, thread))
         self._take_parameters(compiled)
         self._progress.collection_s += time.perf_counter() - started_s
@@ -195,15 +202,15 @@ class SampledForward:
         if slot.install():
             self._progress.slots.append(slot)
 
-    def _take_parameters(self, compiled: frozenset[int]) -> None:
+    def _take_parameters(self, compiled: CompiledParts) -> None:
         """Measures the layers' parameters as the forward finds them, and has their gradients watched."""
         wanted = {Signal.PARAMETER, Signal.PARAMETER_GRADIENT} & self._signals
         if not wanted:
             return
         for layer in self._layers:
             self._tally.layer = layer.name
-            is_compiled = id(layer.watched) in compiled
-            execution = Execution.INSIDE_COMPILED if is_compiled else Execution.EAGER
+            is_hidden = compiled.hides(layer.watched)
+            execution = Execution.INSIDE_COMPILED if is_hidden else self._execution
             call = self._unseen_call(layer, execution)
             if Signal.PARAMETER in wanted and self._intake.has_room():
                 take_parameters(self._part, call, self._tally)
@@ -320,6 +327,7 @@ class SampledForward:
             call_index=call_index,
             mode="train" if layer.module.training else "eval",
             grad_enabled=torch.is_grad_enabled(),
+            execution=self._execution,
         )
 
     def end(self, *, failed: bool) -> tuple[Delivery, SampleGradients | None] | None:

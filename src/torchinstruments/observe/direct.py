@@ -40,7 +40,7 @@ class _RootObserver(Protocol):
         """Takes the begin of a call (training thread, hot path)."""
         ...
 
-    def root_ended(self, output: object) -> None:
+    def root_ended(self, module: nn.Module, output: object) -> None:
         """Takes the end of a call (training thread, hot path)."""
         ...
 
@@ -68,7 +68,7 @@ class _Observer(Protocol):
         """Takes the begin of a direct forward (training thread, hot path)."""
         ...
 
-    def ended(self, output: object, *, failed: bool) -> None:
+    def ended(self, module: nn.Module, output: object, *, failed: bool) -> None:
         """Takes its end; it never raises (training thread, hot path)."""
         ...
 
@@ -89,9 +89,9 @@ class DirectRoot:
         """Takes the begin of a direct forward (training thread, hot path)."""
         self._observer.root_started(module, args, kwargs)
 
-    def ended(self, output: object, *, failed: bool) -> None:  # noqa: ARG002 - seen by the exception
+    def ended(self, module: nn.Module, output: object, *, failed: bool) -> None:  # noqa: ARG002 - seen by the exception
         """Takes its end, by an exception too; it never raises (training thread, hot path)."""
-        self._observer.root_ended(output)
+        self._observer.root_ended(module, output)
 
 
 class DirectLayer:
@@ -118,7 +118,7 @@ class DirectLayer:
         """Has the input measured (training thread, hot path)."""
         self._forward.receive(self._layer, args, kwargs)
 
-    def ended(self, output: object, *, failed: bool) -> None:
+    def ended(self, module: nn.Module, output: object, *, failed: bool) -> None:  # noqa: ARG002 - part of the seam
         """Measures the output; a forward that raised has none (training thread, hot path)."""
         if not failed:
             self._forward.observe(self._layer, output)
@@ -237,9 +237,9 @@ class ForwardOverride:
         try:
             output = self._run(module, args, kwargs)
         except BaseException:
-            observer.ended(None, failed=True)
+            observer.ended(module, None, failed=True)
             raise
-        observer.ended(output, failed=False)
+        observer.ended(module, output, failed=False)
         return output
 
     @property

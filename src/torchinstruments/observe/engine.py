@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+import torch._C._autograd
 from torch.autograd import Variable
 from torch.fx import _symbolic_trace
 
@@ -16,6 +17,7 @@ __all__ = [
     "graph_task",
     "is_capturing_graph",
     "is_in_backward",
+    "keeps_graph",
     "run_while_traced",
     "tracing",
 ]
@@ -34,6 +36,11 @@ def graph_task() -> int:
 def is_in_backward() -> bool:
     """Returns whether the current thread works on a backward: a forward in it is a recomputation."""
     return torch._C._current_graph_task_id() != -1  # noqa: SLF001
+
+
+def keeps_graph() -> bool:
+    """Returns whether the current traversal leaves the graph for another one, as with ``retain_graph``."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001
 
 
 def call_at_end_of_backward(function: Callable[[], None]) -> None:

@@ -5,14 +5,15 @@ hooks go with it: the copy would be observed as well, or could not be made at al
 is a callable that does nothing, and a pickle of one needs this package no more than the model did.
 
 Each returns at once while a compiler traces it. That test stands in ``__call__`` itself, before anything else
-is touched, so that a traced hook is an empty one. Where ``torch.export`` traces, the root's pre-hook tells of
-it on the way, by a function that is run and not traced (`engine.run_while_traced`).
+is touched, so that a traced hook is an empty one. The root's pre-hook tells on the way that its model is
+traced, by a function that is run and not traced (`engine.run_while_traced`).
 """
 
 import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Protocol
 
 import torch
@@ -28,6 +29,7 @@ __all__ = [
     "RootPostHook",
     "RootPreHook",
     "do_nothing",
+    "root_pre_hook",
 ]
 
 
@@ -38,12 +40,16 @@ class _RootObserver(Protocol):
         """Takes the begin of a call (training thread, hot path)."""
         ...
 
-    def root_ended(self, output: object) -> None:
+    def root_ended(self, module: nn.Module, output: object) -> None:
         """Takes the end of a call (training thread, hot path)."""
         ...
 
     def root_exported(self) -> None:
         """Takes that ``torch.export`` traces a call; it never raises (exporting thread)."""
+        ...
+
+    def root_compiled(self) -> None:
+        """Takes that ``torch.compile`` traces a call; it never raises (compiling thread)."""
         ...
 
 
@@ -110,8 +116,27 @@ class RootPreHook(_HookThatStays):
         if torch.compiler.is_compiling():
             if torch.compiler.is_exporting():
                 self._observer.root_exported()
+            else:
+                self._observer.root_compiled()
             return
         self._observer.root_started(module, args, kwargs or {})
+
+
+def root_pre_hook(observer: _RootObserver) -> RootPreHook:
+    """Returns the pre-hook of an observer, whose code is nobody else's (attaching or compiling thread).
+
+    A compiler keeps what it has made of a piece of code. A hook that shared its code with an earlier
+    observer's would not be traced again, and so could not tell of it.
+
+    Args:
+        observer: Told of calls, and of being traced.
+    """
+    call = RootPreHook.__call__
+    fresh = FunctionType(
+        call.__code__.replace(), call.__globals__, call.__name__, call.__defaults__, call.__closure__
+    )
+    own: type[RootPreHook] = type("RootPreHook", (RootPreHook,), {"__slots__": (), "__call__": fresh})
+    return own(observer)
 
 
 class RootPostHook(_HookThatStays):
@@ -122,11 +147,11 @@ class RootPostHook(_HookThatStays):
     def __init__(self, observer: _RootObserver) -> None:
         self._observer = observer
 
-    def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
+    def __call__(self, module: nn.Module, _args: object, output: object) -> None:
         """Is called after the model's forward (training thread, hot path)."""
         if torch.compiler.is_compiling():
             return
-        self._observer.root_ended(output)
+        self._observer.root_ended(module, output)
 
 
 class LayerPreHook(_HookThatStays):

@@ -17,7 +17,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -29,6 +28,7 @@ from torchinstruments.observe.attempts import AttemptFeed
 from torchinstruments.observe.bypass import Bypass
 from torchinstruments.observe.calls import RootCall, RunningCalls
 from torchinstruments.observe.capture import SampledForward
+from torchinstruments.observe.compiled import NOTHING_COMPILED, CompiledParts, compiled_parts
 from torchinstruments.observe.counts import Counts
 from torchinstruments.observe.direct import DirectRoot, ForwardOverride, replicated
 from torchinstruments.observe.engine import (
@@ -40,26 +40,29 @@ from torchinstruments.observe.engine import (
 )
 from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.fingerprints import Fingerprinter
-from torchinstruments.observe.fused import may_be_fused
 from torchinstruments.observe.gradients import GradientTracker
-from torchinstruments.observe.hooks import RootPostHook, RootPreHook
-from torchinstruments.observe.layers import ObservedLayers
+from torchinstruments.observe.layers import COMPILED, ObservedLayers
 from torchinstruments.observe.observation import DEFAULT_SIGNALS, Delivery, Recipe, SampleFacts
+from torchinstruments.observe.root import RootWatch
 from torchinstruments.observe.sampling import SamplingEvent, SamplingPolicy, is_own
-from torchinstruments.observe.selection import Layer, Selector, inside_compiled
+from torchinstruments.observe.selection import Layer, Selector
 from torchinstruments.observe.session_protocol import Companion, ScaleSource, Session
-from torchinstruments.observe.slots import RootSlot, is_slot_free
-from torchinstruments.observe.stack import num_calls
+from torchinstruments.observe.stack import is_called, num_calls
+from torchinstruments.observe.stance import Forcing
 from torchinstruments.observe.unseen import report_out_of_reach, tell_unseen
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.grad_sync import read_grad_sync
-from torchinstruments.records import GradSync, Position, SampleState, ScaleProvenance, Signal
+from torchinstruments.records import (
+    Execution,
+    GradSync,
+    Position,
+    SampleState,
+    ScaleProvenance,
+    Signal,
+)
 from torchinstruments.statistics.foreign import foreign_code
 from torchinstruments.statistics.histograms import HistogramReducer
 from torchinstruments.statistics.reducers import Reducer
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 __all__ = ["RootProbe", "refuse_scripted"]
 
@@ -88,6 +91,8 @@ class RootProbe:
         fingerprints: Whether parameters and buffers are fingerprinted in sampled attempts.
         now: The moments that the clock is fed with, here and by the companions.
         aligned: Asked in place of the sampler, where ranks measure the same forwards by time.
+        forcing: Has sampled forwards of a compiled model run as it is written; None observes compiled
+            regions at their boundary.
     """
 
     def __init__(
@@ -112,6 +117,7 @@ class RootProbe:
         fingerprints: bool = False,
         now: Callable[[], float] = time.perf_counter,
         aligned: AlignedSampler | None = None,
+        forcing: Forcing | None = None,
     ) -> None:
         self.session = session
         self.faults = faults
@@ -121,7 +127,8 @@ class RootProbe:
         self.owner: object = None
         """Kept alive as long as the model's hooks hold this probe."""
         self._model = weakref.ref(model)
-        self._layers = ObservedLayers(model, layers, selector, faults)
+        self._forcing = forcing
+        self._layers = ObservedLayers(model, layers, selector, faults, self._hidden(compiled_parts(model)))
         self._root_layer = self._layers.root
         self._sampler = sampler
         self._sampler_is_own = is_own(sampler)
@@ -150,8 +157,7 @@ class RootProbe:
         self._override: ForwardOverride | None = None
         self._replicated: frozenset[int] | None = replicated(model) if capture_direct_forwards else None
         self._fingerprinter = Fingerprinter(faults) if fingerprints else None
-        self._handles: list[RemovableHandle] = []
-        self._slot: RootSlot | None = None
+        self._watch = RootWatch(model, takes_input=self._takes_input)
         self._finalizer: weakref.finalize[..., RootProbe] | None = None
         self._calls = RunningCalls(self._give_up)
         self._traced: Counter[str] = Counter()
@@ -161,6 +167,7 @@ class RootProbe:
         self._num_paused = 0
         self._is_armed = False
         self._has_begun = False
+        self._has_told_compiled = False
         self._is_finished = False
 
     @property
@@ -179,16 +186,7 @@ class RootProbe:
             raise ConfigurationError("the model is gone; keep it alive while it is observed")
         refuse_scripted(model)
         try:
-            if may_be_fused(model) and is_slot_free(model):
-                self._slot = RootSlot(model, self)
-                self._slot.install()
-            else:
-                # First of the pre-hooks and last of the hooks: what the model returns is what is measured.
-                pre_hook = RootPreHook(self)
-                self._handles.append(
-                    model.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=self._takes_input)
-                )
-                self._handles.append(model.register_forward_hook(RootPostHook(self), always_call=True))
+            self._watch.attach(model, self)
             if self._captures_direct_forwards:
                 self._override = ForwardOverride(model, DirectRoot(self))
                 self._override.install(clean_copies=True)
@@ -198,12 +196,12 @@ class RootProbe:
             self.detach()
             raise
         # Companions hook into the whole process, so they have to go when the model does.
-        self._finalizer = weakref.finalize(self, _detach_all, self._companions, self._bypass)
+        self._finalizer = weakref.finalize(self, _detach_all, self._companions, self._bypass, self._forcing)
         self._finalizer.atexit = False
         self._is_armed = True
         self.tell_catalog()
         report_out_of_reach(model, self._layers, self._selector_errors, self.faults)
-        self._bypass.arm(inside_compiled(model))
+        self._bypass.arm(compiled_parts(model).inside)
 
     def detach(self) -> list[SampledForward]:
         """Takes every hook out of the model; gradients that are on their way are dropped. Idempotent.
@@ -212,18 +210,13 @@ class RootProbe:
             The samples whose forwards this cut off.
         """
         self._is_armed = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if self._slot is not None:
-            self._slot.remove()
-            self._slot = None
+        self._watch.remove()
         if self._override is not None:
             self._override.remove()
             self._override = None
         if self._finalizer is not None:
             self._finalizer.detach()
-        _detach_all(self._companions, self._bypass)
+        _detach_all(self._companions, self._bypass, self._forcing)
         cut_off = self._calls.drop()
         self._close_gradients()
         return cut_off
@@ -289,6 +282,8 @@ class RootProbe:
         if self._fingerprinter is not None:
             self._fingerprinter.disarm()
         self._attempts.disarm()
+        if self._forcing is not None:
+            self._forcing.disarm()
         self._is_armed = False
         self._is_finished = True
         self._bypass.muted = True
@@ -321,6 +316,8 @@ class RootProbe:
         if not self._is_armed or is_in_backward():
             return
         try:
+            if self._is_followed(module):
+                return
             if not self._is_outermost(module):
                 self._receive(args, kwargs)
                 return
@@ -338,6 +335,38 @@ class RootProbe:
         """Takes that ``torch.export`` traces a call of the model; it never raises (exporting thread)."""
         if self._is_armed and not torch.compiler.is_dynamo_compiling():
             self._traced[EXPORT] += 1
+
+    @run_while_traced
+    def root_compiled(self) -> None:
+        """Takes that ``torch.compile`` traces a call of the model; it never raises (compiling thread)."""
+        if not self._is_armed or torch.compiler.is_dynamo_compiling():
+            return
+        try:
+            # What is watched of the parts would become a condition of the compiled code.
+            self._bypass.disarm()
+            found = self._watch.follow(self)
+            if self._has_told_compiled:
+                return
+            self._has_told_compiled = True
+            self.faults.notice(
+                COMPILED,
+                "",
+                "the model was compiled after the observer was attached: "
+                + (
+                    f"from the next forward on it is observed where its {type(found).__name__} is called; "
+                    f"attach after compiling to miss none"
+                    if found is not None
+                    else "it is called inside compiled code, where nothing can be measured; attach to what "
+                    "torch.compile returns"
+                ),
+            )
+        except Exception as error:  # noqa: BLE001 - nothing may reach the compiler
+            self.faults.report("forward", "", error)
+
+    def _is_followed(self, module: nn.Module) -> bool:
+        """Returns whether a call is the inner one of a model that is seen at its wrapper (hot path)."""
+        call = self._calls.current()
+        return call is not None and call.called != id(module) and is_called(call.called)
 
     def _is_outermost(self, module: nn.Module) -> bool:
         """Returns whether a call of the model is a root forward (training thread, hot path)."""
@@ -359,12 +388,12 @@ class RootProbe:
             if call is not None and call.sampled is not None:
                 call.sampled.receive(self._root_layer, args, kwargs)
 
-    def root_ended(self, output: object) -> None:
+    def root_ended(self, module: nn.Module, output: object) -> None:
         """Takes the end of a call, by an exception too; it never raises (training thread, hot path)."""
         if not self._is_armed or is_in_backward():
             return
         call = self._calls.current()
-        if call is None:
+        if call is None or call.called != id(module):
             return
         try:
             failed = call.has_failed()
@@ -375,6 +404,8 @@ class RootProbe:
                 self._calls.end()
                 if call.sampled is not None and not failed:
                     call.sampled.returned(output)
+                if call.flight is not None:
+                    call.flight.ended(output, failed=failed)
                 self._end(call, failed=failed)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self.faults.report("forward", "", error)
@@ -392,9 +423,15 @@ class RootProbe:
         if self._parameters is not None:
             self._parameters.root_started(position)
         grad_sync = read_grad_sync(module, grad_enabled, self.session.world_size)
-        call = RootCall(grad_sync, sys.exception(), position)
+        call = RootCall(grad_sync, sys.exception(), position, called=id(module))
         self._calls.begin(call)
-        if self._is_chosen(position, started_us):
+        is_chosen = self._is_chosen(position, started_us)
+        if self._forcing is not None:
+            # Before anything that may fail on one rank alone.
+            call.flight = self._forcing.forward_started(
+                position, is_chosen=is_chosen, world_size=self.session.world_size
+            )
+        if is_chosen:
             self._sample(call, module, position, started_us)
 
     def _begin(self) -> bool:
@@ -404,6 +441,17 @@ class RootProbe:
                 self.detach()
                 return False
             self._has_begun = True
+            if self._forcing is not None and not self._forcing.agreed and self.session.world_size > 1:
+                self._forcing = None
+                self.faults.notice(
+                    COMPILED,
+                    "",
+                    "compiled='force_eager' needs rank_policy='all' and sampler=EveryNStepsSampler(n) in a "
+                    "world of several ranks; compiled regions are observed at their boundary instead",
+                    kind="disagreement",
+                )
+                if (model := self._model()) is not None:
+                    self._refresh(compiled_parts(model), is_told=True)
         return True
 
     def _is_chosen(self, position: Position, started_us: int) -> bool:
@@ -438,9 +486,11 @@ class RootProbe:
         """Begins to measure a root forward."""
         self._calls.abandon_dead_threads()
         ordinal = next(self._ordinals)
-        self._refresh()
+        call.compiled = compiled_parts(module)
+        self._refresh(call.compiled)
         layers = self._layers.current
-        if is_capturing_graph():
+        is_compiled = call.flight is not None and not call.flight.is_forced
+        if is_compiled or is_capturing_graph():
             self._miss(SampleFacts(ordinal, position, started_us, call.grad_sync, len(layers), 0))
             return
         self._take_fingerprints(position)
@@ -454,14 +504,16 @@ class RootProbe:
             started_at_us=started_us,
             grad_sync=call.grad_sync,
             parameters=self._parameters,
+            execution=Execution.EAGER if call.flight is None else Execution.FORCED_EAGER,
         )
         call.sampled = sampled
-        if self._root_layer is not None and self._handles:
-            # Behind the hooks of tools that came later.
-            hooks, own = module._forward_hooks, self._handles[1].id  # noqa: SLF001 - has no public order
-            hooks[own] = hooks.pop(own)
-        call.compiled = inside_compiled(module)
-        sampled.attach(call.compiled, self._replicated)
+        if self._root_layer is not None:
+            self._watch.put_last(module)
+        sampled.attach(self._hidden(call.compiled), self._replicated)
+
+    def _hidden(self, parts: CompiledParts) -> CompiledParts:
+        """Returns what of the compiled parts is compiled in a forward that is measured."""
+        return parts if self._forcing is None else NOTHING_COMPILED
 
     def _take_fingerprints(self, position: Position) -> None:
         """Leaves the fingerprints of an attempt with the session, once (training thread, hot path)."""
@@ -481,11 +533,11 @@ class RootProbe:
         if self._parameters is not None:
             self._parameters.close()
 
-    def _refresh(self) -> None:
+    def _refresh(self, parts: CompiledParts, *, is_told: bool = False) -> None:
         """Takes the model's modules as they are now (training thread, hot path)."""
         # What was called may be a replica of the model.
-        model = self._model()
-        if model is not None and self._layers.refresh(model):
+        model = self._watch.model
+        if model is not None and self._layers.refresh(model, self._hidden(parts), is_told=is_told):
             self._root_layer = self._layers.root
             self._bypass.look_again()
             if self._captures_direct_forwards:
@@ -498,7 +550,7 @@ class RootProbe:
         if call.sampled is not None:
             self._end_sample(call.sampled, failed=failed)
             if self._is_armed:
-                self._bypass.arm(call.compiled)
+                self._bypass.arm(call.compiled.inside)
 
     def _end_sample(self, sampled: SampledForward, *, failed: bool) -> None:
         """Hands over what a sampled forward brought."""
@@ -568,8 +620,10 @@ def refuse_scripted(model: nn.Module) -> None:
         )
 
 
-def _detach_all(companions: Sequence[Companion], bypass: Bypass) -> None:
+def _detach_all(companions: Sequence[Companion], bypass: Bypass, forcing: Forcing | None) -> None:
     """Detaches what was attached with a probe."""
     bypass.disarm()
+    if forcing is not None:
+        forcing.close()
     for companion in companions:
         companion.detach()

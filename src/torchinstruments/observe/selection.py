@@ -6,9 +6,11 @@ is one: outside activation checkpointing, where its output still belongs to the 
 code, where hooks still run.
 
 A module reached under several names is one layer; the first name is its own, the others are aliases.
+
+Of layers inside a compiled region nothing can be measured. So the region itself, where it holds one that was
+chosen, is a layer too, in the place that its boundary has in the model.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -18,15 +20,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchinstruments.errors import ConfigurationError
-from torchinstruments.observe.wrappers import (
-    core_of,
-    is_compiled_in_place,
-    is_compiled_wrapper,
-    wrapped_child,
-)
+from torchinstruments.observe.compiled import NOTHING_COMPILED, CompiledParts
+from torchinstruments.observe.wrappers import core_of, wrapped_child
 from torchinstruments.records import ModuleRecord, storable
 
-__all__ = ["Layer", "Selector", "inside_compiled", "leaf_modules", "select_layers"]
+__all__ = ["Layer", "Selector", "leaf_modules", "select_layers"]
 
 Selector: TypeAlias = Callable[[str, nn.Module], bool]
 """Says of a name and a module whether it is observed; called once a module at attach, and again where the
@@ -49,7 +47,7 @@ class Layer:
         watched: Where its output is taken: the module or its outermost wrapper.
         aliases: Its further names.
         is_root: Whether it is the attached model, whose calls the permanent hooks see.
-        is_compiled: Whether it lay inside compiled code at attach.
+        is_compiled: Whether it lies inside compiled code, where it is not expected to be seen.
         takes_hooks: Whether it can be hooked at all; a scripted module cannot.
     """
 
@@ -93,7 +91,10 @@ def _is_leaf(name: str, module: nn.Module) -> bool:  # noqa: ARG001 - selectors 
 
 
 def select_layers(
-    root: nn.Module, selector: Selector, on_error: Callable[[str, BaseException], None]
+    root: nn.Module,
+    selector: Selector,
+    on_error: Callable[[str, BaseException], None],
+    parts: CompiledParts = NOTHING_COMPILED,
 ) -> tuple[Layer, ...]:
     """Returns the layers that the selector chose, in the order of the model.
 
@@ -101,6 +102,7 @@ def select_layers(
         root: The model that is attached, wrapped or not.
         selector: Called once a module with its name and itself; one that raises is not selected.
         on_error: Told the name of such a module, and the exception.
+        parts: What is compiled of it and observed at the boundary.
 
     Raises:
         ConfigurationError: The selector cannot be called, or selected nothing.
@@ -112,30 +114,31 @@ def select_layers(
         )
     places = _places_by_module(root)
     core = core_of(root)
-    compiled = inside_compiled(root)
-    layers: list[Layer] = []
-    for places_of_module in places:
-        name = places_of_module.name
-        module = places_of_module.module
+    chosen: set[int] = set()
+    for place in places:
         try:
-            if not selector(name, module):
-                continue
+            if selector(place.name, place.module):
+                chosen.add(id(place.module))
         except Exception as error:  # noqa: BLE001 - the user's code: the module is left out, the rest goes on
-            on_error(name, error)
-        else:
-            watched = places_of_module.watched()
-            layers.append(
-                Layer(
-                    index=len(layers),
-                    name=name,
-                    module=module,
-                    watched=root if module is core else watched,
-                    aliases=tuple(places_of_module.aliases[:_MAX_ALIASES]),
-                    is_root=module is core,
-                    is_compiled=id(root if module is core else watched) in compiled,
-                    takes_hooks=not isinstance(watched, torch.jit.ScriptModule),
-                )
+            on_error(place.name, error)
+    layers: list[Layer] = []
+    for place in places:
+        module = place.module
+        watched = root if module is core else place.watched()
+        if id(module) not in chosen and not _is_boundary(parts, watched, module, chosen):
+            continue
+        layers.append(
+            Layer(
+                index=len(layers),
+                name=place.name,
+                module=module,
+                watched=watched,
+                aliases=tuple(place.aliases[:_MAX_ALIASES]),
+                is_root=module is core,
+                is_compiled=parts.hides(watched),
+                takes_hooks=not isinstance(watched, torch.jit.ScriptModule),
             )
+        )
     if not layers:
         raise ConfigurationError(
             f"selector={selector!r} selected none of the model's {len(places)} modules, "
@@ -146,26 +149,9 @@ def select_layers(
     return tuple(layers)
 
 
-def inside_compiled(root: nn.Module) -> frozenset[int]:
-    """Returns the ids of the modules whose own hooks would be part of compiled code.
-
-    Empty at once in a program that never compiled anything.
-    """
-    if "torch._dynamo" not in sys.modules and not is_compiled_in_place(root):
-        return frozenset()
-    found: set[int] = set()
-    reached: set[tuple[int, bool]] = set()
-    waiting = [(root, False)]
-    while waiting:
-        module, inside = waiting.pop()
-        inside = inside or is_compiled_in_place(module)
-        if (id(module), inside) in reached:
-            continue
-        reached.add((id(module), inside))
-        if inside:
-            found.add(id(module))
-        waiting.extend((child, inside or is_compiled_wrapper(module)) for child in module.children())
-    return frozenset(found)
+def _is_boundary(parts: CompiledParts, watched: nn.Module, module: nn.Module, chosen: set[int]) -> bool:
+    """Returns whether a compiled region with a chosen module in it ends at a place."""
+    return parts.bounds(watched, module) and any(id(part) in chosen for part in module.modules())
 
 
 @dataclass(slots=True)

@@ -3,13 +3,14 @@
 The slot that ``Module.compile()`` uses for what a call of a module runs is empty in a module that is not
 compiled. What is put there runs around the whole call, the module's hooks included, and nothing that asks a
 module for its hooks finds it. It costs a dictionary entry, changes nothing of the call, and is left behind by
-copies and pickles.
+copies and pickles. In a module that was compiled in place it stands over the compiled call, and so outside of
+compiled code, where the module's own hooks are inside.
 """
 
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -37,12 +38,16 @@ class _RootObserver(Protocol):
         """Takes the begin of a call (training thread, hot path)."""
         ...
 
-    def root_ended(self, output: object) -> None:
+    def root_ended(self, module: nn.Module, output: object) -> None:
         """Takes the end of a call (training thread, hot path)."""
         ...
 
     def root_exported(self) -> None:
         """Takes that ``torch.export`` traces a call; it never raises (exporting thread)."""
+        ...
+
+    def root_compiled(self) -> None:
+        """Takes that ``torch.compile`` traces a call; it never raises (compiling thread)."""
         ...
 
 
@@ -79,14 +84,14 @@ class CallSlot:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._previous: CallSlot | None = None
+        self._previous: CallSlot | Callable[..., Any] | None = None
         self.is_removed = True
         """Whether it does nothing now."""
 
     def install(self) -> bool:
-        """Puts it into the module; returns whether there was room (training thread)."""
+        """Puts it into the module; returns whether that is still there (training thread)."""
         module = self._module()
-        if module is None or not is_slot_free(module):
+        if module is None:
             return False
         self._previous = module.__dict__.get(_SLOT)
         self.is_removed = False
@@ -112,6 +117,8 @@ class CallSlot:
         if torch.compiler.is_compiling():
             if torch.compiler.is_exporting():
                 self.exported()
+            else:
+                self.traced()
             return module._call_impl(*args, **kwargs)  # noqa: SLF001 - what an empty slot runs
         caller: FrameType | None = sys._getframe(1)  # noqa: SLF001 - nothing else tells
         if caller is not None and caller.f_code is _WRAPPED_CALL:
@@ -136,21 +143,35 @@ class CallSlot:
     def exported(self) -> None:
         """Takes that ``torch.export`` traces a call of the module; nothing to most (exporting thread)."""
 
+    def traced(self) -> None:
+        """Takes that ``torch.compile`` traces a call of the module; nothing to most (compiling thread)."""
+
     def _run_below(
         self, module: nn.Module, caller: "FrameType | None", args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Runs what would run without this."""
         below = self._below()
-        if below is not None:
+        if isinstance(below, CallSlot):
             return below.run(module, caller, args, kwargs)
+        if below is not None:
+            return below(*args, **kwargs)
         return module._call_impl(*args, **kwargs)  # noqa: SLF001 - what an empty slot runs
 
-    def _below(self) -> "CallSlot | None":
-        """Returns what stands below it and was not removed."""
+    def _below(self) -> "CallSlot | Callable[..., Any] | None":
+        """Returns what stands below it and was not removed: another of these, or a compiled call."""
         below = self._previous
-        while below is not None and below.is_removed:
+        while isinstance(below, CallSlot) and below.is_removed:
             below = below._previous  # noqa: SLF001 - of the same class
         return below
+
+    def is_installed_in(self, module: nn.Module) -> bool:
+        """Returns whether it is the first that a call of a module meets."""
+        return module.__dict__.get(_SLOT) is self
+
+    def compiled(self) -> Callable[..., Any] | None:
+        """Returns the compiled call that it stands over, or None."""
+        below = self._below()
+        return below.compiled() if isinstance(below, CallSlot) else below
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         return None
@@ -182,15 +203,20 @@ class RootSlot(CallSlot):
         try:
             output = self._run_below(module, caller, args, kwargs)
         except BaseException:
-            self._observer.root_ended(None)
+            self._observer.root_ended(module, None)
             raise
-        self._observer.root_ended(output)
+        self._observer.root_ended(module, output)
         return output
 
     @override
     def exported(self) -> None:
         """Tells that ``torch.export`` traces a call of the model (exporting thread)."""
         self._observer.root_exported()
+
+    @override
+    def traced(self) -> None:
+        """Tells that ``torch.compile`` traces a call of the model (compiling thread)."""
+        self._observer.root_compiled()
 
 
 class _SampledSlot(CallSlot):
@@ -279,7 +305,7 @@ class RegionSlot(_SampledSlot):
 def is_slot_free(module: nn.Module) -> bool:
     """Returns whether ``Module.compile()`` has no use for the module's slot."""
     found = module.__dict__.get(_SLOT)
-    return found is None or isinstance(found, CallSlot)
+    return found is None or (isinstance(found, CallSlot) and found.compiled() is None)
 
 
 # Its frame has the module in a local variable of that name, as those of ``Module.__call__`` have.

@@ -10,7 +10,7 @@ from types import CodeType, FrameType
 
 from torch import nn
 
-__all__ = ["callers", "count_as_call", "enclosing_call", "num_calls", "runs_for"]
+__all__ = ["callers", "count_as_call", "enclosing_call", "is_called", "num_calls", "runs_for"]
 
 _CALL = nn.Module._call_impl.__code__  # noqa: SLF001 - every call of a module runs it
 
@@ -42,6 +42,11 @@ def callers(frame: FrameType | None) -> Iterator[nn.Module]:
 def num_calls(module: nn.Module) -> int:
     """Returns how many calls of a module the current thread is in (training thread, hot path)."""
     return sum(called is module for called in callers(sys._getframe(1)))  # noqa: SLF001 - nothing else tells
+
+
+def is_called(key: int) -> bool:
+    """Returns whether the thread is in a call of the module with an id (training thread, hot path)."""
+    return any(id(called) == key for called in callers(sys._getframe(1)))  # noqa: SLF001 - nothing else tells
 
 
 def enclosing_call(forward: object, module: nn.Module, frame: FrameType | None) -> nn.Module | None:

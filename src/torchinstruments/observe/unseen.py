@@ -31,7 +31,7 @@ def report_out_of_reach(
     """
     for layer, error in selector_errors:
         faults.report("selector", layer, error)
-    layers.report_out_of_reach(model)
+    layers.report_out_of_reach()
     if replicated(model):
         faults.notice(
             "forward",

@@ -15,7 +15,13 @@ from torch import nn
 
 from torchinstruments.observe.slots import is_slot_free
 
-__all__ = ["core_of", "is_compiled_in_place", "is_compiled_wrapper", "wrapped_child"]
+__all__ = [
+    "core_of",
+    "is_compiled_in_place",
+    "is_compiled_wrapper",
+    "is_forward_compiled",
+    "wrapped_child",
+]
 
 _WRAPPERS = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
@@ -65,3 +71,14 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Returns whether ``module.compile()`` was called: its own hooks are part of the compiled code."""
     return not isinstance(module, torch.jit.ScriptModule) and not is_slot_free(module)
+
+
+def is_forward_compiled(module: nn.Module) -> bool:
+    """Returns whether a module's ``forward`` is a compiled function: its own hooks run outside of that."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    forward = vars(module).get("forward") or getattr(type(module), "forward", None)
+    return (
+        getattr(forward, "_torchdynamo_orig_callable", None) is not None
+        and not getattr(forward, "_torchdynamo_disable", False)  # torch.compiler.disable leaves both
+    )

@@ -2,8 +2,8 @@
 
 Telemetry that issues a collective hangs a job in which one rank does not observe. The guard patches the
 public functions of `torch.distributed`, the functional collectives, and the methods of c10d's process groups,
-and looks at the stack of each call: the nearest frame of this package makes it forbidden. The call that a
-wrapped scaler method passes on is the program's own.
+and looks at the stack of each call: the nearest frame of this package makes it forbidden. What a wrapped
+scaler method, or a stand-in of a module's call or forward, passes on is the program's own.
 """
 
 import functools
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchinstruments.observe.direct import ForwardOverride
+from torchinstruments.observe.slots import CallSlot
 from torchinstruments.ranks.scaler_methods import USER_CALL_CODE
 
 __all__ = ["CollectiveForbiddenError", "no_collectives"]
@@ -41,6 +43,11 @@ _WORDS = (
     "reduce",
     "scatter",
     "send",
+)
+_PASSES_ON = (
+    USER_CALL_CODE,
+    CallSlot._run_below.__code__,  # noqa: SLF001 - a fact about the package that is guarded
+    ForwardOverride._run.__code__,  # noqa: SLF001 - the same
 )
 _NOT_BEGINNINGS = ("_is_", "_make_")
 _NOT_ENDS = ("_meta", "_setup_context", "_backward")
@@ -111,7 +118,7 @@ def _nearest_own(frame: FrameType | None) -> FrameType | None:
     """Returns the nearest frame of this package on the stack, or None where the call is the program's own."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if frame.f_code is USER_CALL_CODE:
+        if frame.f_code in _PASSES_ON:
             return None
         if module == _PACKAGE or module.startswith(f"{_PACKAGE}."):
             return None if module.startswith(f"{_PACKAGE}.testing") else frame

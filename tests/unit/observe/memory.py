@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from torchinstruments.config import ErrorPolicy
 from torchinstruments.observe.applied import StepRelay
+from torchinstruments.observe.compiled import NOTHING_COMPILED, compiled_parts
 from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.focus import select_focus
 from torchinstruments.observe.observation import DEFAULT_SIGNALS
@@ -18,6 +19,7 @@ from torchinstruments.observe.probe import RootProbe
 from torchinstruments.observe.sampling import AlwaysSampler, SamplingPolicy
 from torchinstruments.observe.selection import Selector, leaf_modules, select_layers
 from torchinstruments.observe.session_protocol import Companion, ScaleSource
+from torchinstruments.observe.stance import Forcing
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.records import (
     AttemptRecord,
@@ -159,10 +161,14 @@ def observe(
     fingerprints: bool = False,
     signals: Collection[Signal] = DEFAULT_SIGNALS,
     steps: StepRelay | None = None,
+    force_eager: bool = False,
+    agreed: bool = False,
 ) -> Observer:
     """Attaches an observer that measures every forward."""
     chosen = selector or leaf_modules()
-    layers = select_layers(model, chosen, on_selector_error)
+    parts = NOTHING_COMPILED if force_eager else compiled_parts(model)
+    layers = select_layers(model, chosen, on_selector_error, parts)
+    faults = Faults(policy, session.put_error)
     probe = RootProbe(
         model,
         layers=layers,
@@ -170,7 +176,7 @@ def observe(
         reducers=default_reducers() if reducers is None else reducers,
         session=session,
         clock=clock or StepClock(),
-        faults=Faults(policy, session.put_error),
+        faults=faults,
         scale=scale,
         companions=companions,
         histograms=histograms,
@@ -180,6 +186,7 @@ def observe(
         fingerprints=fingerprints,
         signals=frozenset(signals),
         steps=steps,
+        forcing=Forcing(faults, agreed=agreed) if force_eager else None,
     )
     observer = Observer(probe)
     observer.attach(model)

@@ -392,6 +392,7 @@ def test_layers_inside_compiled_code_say_so_and_the_rest_is_measured(session: Me
         "1.0": (Execution.INSIDE_COMPILED, "inside_compiled"),
         "1.1": (Execution.INSIDE_COMPILED, "inside_compiled"),
         "0": (Execution.EAGER, ""),
+        "1": (Execution.EAGER, ""),
     }
     assert session.errors == []
 

@@ -265,6 +265,7 @@ def test_an_observed_model_can_be_exported(session: MemorySession, strict: bool)
     assert (session.deliveries, session.errors) == ([], [])
 
 
+@pytest.mark.filterwarnings("ignore:torchinstruments. the model was compiled after:RuntimeWarning")
 @pytest.mark.parametrize("place", ["whole", "in_place", "function"])
 def test_an_observed_model_can_be_compiled(session: MemorySession, place: str) -> None:
     """One graph without a break, and the same outputs."""
@@ -280,7 +281,7 @@ def test_an_observed_model_can_be_compiled(session: MemorySession, place: str) -
     else:
         compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
     assert torch.equal(compiled(x), expected)
-    assert session.errors == []
+    assert {error.probe for error in session.errors} <= {"compiled"}
 
 
 def test_an_exception_in_a_direct_forward_is_the_users_and_ends_the_sample(session: MemorySession) -> None:

@@ -208,7 +208,7 @@ def test_an_error_of_the_observer_itself_stays_inside(
 
     model = nn.Sequential(nn.Linear(2, 2))
     observer = observe(model, session)
-    monkeypatch.setattr(probe, "inside_compiled", broken)
+    monkeypatch.setattr(probe, "compiled_parts", broken)
     with pytest.warns(RuntimeWarning, match="forward failed in the model: RuntimeError: bug"):
         model(torch.ones(1, 2))
     assert observer.counters.errors == {"forward": 1}
@@ -366,14 +366,6 @@ def test_a_scripted_layer_is_reported_and_the_rest_measured(session: MemorySessi
         ("0", "train", ""),
     ]
     assert [(m.expected, m.fired) for m in session.modules] == [(True, 1), (False, 0)]
-
-
-def test_a_model_compiled_in_place_is_warned_of_at_attach(session: MemorySession) -> None:
-    """Its forward cannot be seen, and the sentence says what can."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    model.compile(backend="eager")
-    with pytest.warns(RuntimeWarning, match=r"attach to torch.compile\(model\) instead"):
-        observe(model, session)
 
 
 def test_a_companion_that_cannot_attach_leaves_no_hook(session: MemorySession) -> None:

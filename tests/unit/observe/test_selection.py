@@ -10,7 +10,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from typing_extensions import override
 
 from torchinstruments.errors import ConfigurationError
-from torchinstruments.observe.selection import Layer, Selector, inside_compiled, leaf_modules, select_layers
+from torchinstruments.observe.compiled import compiled_parts
+from torchinstruments.observe.selection import Layer, Selector, leaf_modules, select_layers
 from unit.observe.memory import no_selector_error
 
 
@@ -181,18 +182,20 @@ def test_modules_inside_compiled_code_are_known() -> None:
     """The wrapper that torch.compile makes is outside, what Module.compile() was called on is inside."""
     in_place = nn.Sequential(nn.ReLU())
     model = nn.Sequential(nn.Sequential(nn.ReLU()), in_place, nn.ReLU())
-    assert inside_compiled(model) == frozenset()
+    assert compiled_parts(model).inside == frozenset()
     wrapper = torch.compile(model[0], backend="eager")
     assert isinstance(wrapper, nn.Module)
     model[0] = wrapper
     in_place.compile(backend="eager")
-    inside = inside_compiled(model)
+    inside = compiled_parts(model).inside
     assert id(wrapper) not in inside
     assert id(model[2]) not in inside
     assert {id(m) for m in (*wrapper.children(), in_place, in_place[0])} <= inside
-    records = {layer.name: layer.record() for layer in chosen(model).values()}
-    assert {name: record.expected for name, record in records.items()} == {
+    layers = select_layers(model, leaf_modules(), no_selector_error, compiled_parts(model))
+    assert {layer.name: layer.record().expected for layer in layers} == {
+        "0": True,
         "0.0": False,
+        "1": True,
         "1.0": False,
         "2": True,
     }

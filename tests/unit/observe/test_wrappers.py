@@ -8,6 +8,7 @@ from torchinstruments.observe.wrappers import (
     core_of,
     is_compiled_in_place,
     is_compiled_wrapper,
+    is_forward_compiled,
     wrapped_child,
 )
 
@@ -39,3 +40,15 @@ def test_the_two_forms_of_compiling_are_told_apart() -> None:
     module.compile()
     assert is_compiled_in_place(module)
     assert not is_compiled_wrapper(module)
+
+
+def test_a_compiled_forward_is_known_on_instance_and_class() -> None:
+    """What torch was told to leave alone is not compiled."""
+    compiled_class = type("Compiled", (nn.Linear,), {"forward": torch.compile(nn.Linear.forward)})
+    module, disabled = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert not is_forward_compiled(module)
+    vars(module)["forward"] = torch.compile(module.forward)
+    vars(disabled)["forward"] = torch.compiler.disable(disabled.forward)
+    assert is_forward_compiled(module)
+    assert is_forward_compiled(compiled_class(2, 2))
+    assert not is_forward_compiled(disabled)

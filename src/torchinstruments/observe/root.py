@@ -1,0 +1,133 @@
+"""Where the calls of the attached model are seen: by two hooks on it, or by the slot of its call.
+
+The slot stands for hooks where those would change the call, or would be compiled: on a module that torch may
+run fused, and on one that was compiled in place.
+
+A model that is compiled after it was attached takes its hooks into the compiled code, where they do nothing.
+They tell of being traced, and from the next call on the model is seen where its wrapper is called, if that is
+a wrapper of this model and of nothing else. The hooks inside stay as they are: to remove them would have the
+code compiled anew, and an uncompiled call of the model is still seen by them.
+"""
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from torch import nn
+
+from torchinstruments.observe.compiled import outermost_call
+from torchinstruments.observe.fused import may_be_fused
+from torchinstruments.observe.hooks import RootPostHook, root_pre_hook
+from torchinstruments.observe.slots import RootSlot, is_slot_free
+from torchinstruments.observe.wrappers import is_compiled_in_place
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = ["RootWatch"]
+
+
+class _RootObserver(Protocol):
+    """Who sees the calls of the attached model."""
+
+    def root_started(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Takes the begin of a call (training thread, hot path)."""
+        ...
+
+    def root_ended(self, module: nn.Module, output: object) -> None:
+        """Takes the end of a call (training thread, hot path)."""
+        ...
+
+    def root_exported(self) -> None:
+        """Takes that ``torch.export`` traces a call; it never raises (exporting thread)."""
+        ...
+
+    def root_compiled(self) -> None:
+        """Takes that ``torch.compile`` traces a call; it never raises (compiling thread)."""
+        ...
+
+
+class RootWatch:
+    """The permanent hooks and slots of one observer.
+
+    Args:
+        model: The attached model; held weakly.
+        takes_input: Whether keyword arguments are told too.
+    """
+
+    def __init__(self, model: nn.Module, *, takes_input: bool) -> None:
+        self._model = weakref.ref(model)
+        self._outer = self._model
+        self._takes_input = takes_input
+        self._handles: list[RemovableHandle] = []
+        self._post_hooks: list[tuple[weakref.ref[nn.Module], int]] = []
+        self._slots: list[RootSlot] = []
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The outermost module that is watched: the attached model, or a wrapper that it was followed to."""
+        outer = self._outer()
+        return self._model() if outer is None else outer
+
+    def attach(self, module: nn.Module, observer: _RootObserver) -> None:
+        """Has the calls of a module seen (training thread, at attach, or compiling thread).
+
+        Args:
+            module: The attached model, or a wrapper around it.
+            observer: Told of them; the module keeps it alive.
+        """
+        if is_compiled_in_place(module) or (may_be_fused(module) and is_slot_free(module)):
+            slot = RootSlot(module, observer)
+            slot.install()
+            self._slots.append(slot)
+            return
+        # First of the pre-hooks and last of the hooks: what the model returns is what is measured.
+        pre_hook = root_pre_hook(observer)
+        self._handles.append(
+            module.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=self._takes_input)
+        )
+        post_hook = module.register_forward_hook(RootPostHook(observer), always_call=True)
+        self._handles.append(post_hook)
+        self._post_hooks.append((weakref.ref(module), post_hook.id))
+
+    def follow(self, observer: _RootObserver) -> nn.Module | None:
+        """Has the model seen where it is called, while it is traced there (compiling thread).
+
+        Args:
+            observer: Told of the calls.
+
+        Returns:
+            What is watched from the next call on; None where nothing outside of the compiled code is a
+            wrapper of the model.
+        """
+        model = self._model()
+        found = None if model is None else outermost_call(model)
+        if found is None or (found is model and not is_compiled_in_place(found)):
+            return None
+        if not self._watches(found):
+            self.attach(found, observer)
+            self._outer = weakref.ref(found)
+        return found
+
+    def put_last(self, module: nn.Module) -> None:
+        """Puts the hook of a module behind those of tools that came later (training thread, hot path)."""
+        hooks = module._forward_hooks  # noqa: SLF001 - has no public order
+        for watched, own in self._post_hooks:
+            if watched() is module and own in hooks:
+                hooks[own] = hooks.pop(own)
+
+    def remove(self) -> None:
+        """Takes everything out again (any thread). Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._post_hooks.clear()
+        for slot in self._slots:
+            slot.remove()
+        self._slots.clear()
+
+    def _watches(self, module: nn.Module) -> bool:
+        """Returns whether calls of a module are seen already, outside of compiled code."""
+        if is_compiled_in_place(module):
+            return any(slot.is_installed_in(module) for slot in self._slots)
+        return any(watched() is module for watched, _ in self._post_hooks)
