@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torchinstruments.observe.backward_sync import BackwardSync
 from torchinstruments.observe.capture import SampledForward
 from torchinstruments.records import GradSync, Position
 
@@ -19,6 +20,7 @@ class RootCall:
         grad_sync: As latched at its start.
         handled: The exception that was being handled when it began.
         position: Where it stands among the steps.
+        backward_sync: Reads what its backwards do, where those decide; else None.
         depth: Calls of the root that are on the stack, this one included.
         sampled: Measures it, where it was chosen.
         compiled: Ids of modules inside compiled code, where it was chosen.
@@ -27,6 +29,7 @@ class RootCall:
     grad_sync: GradSync
     handled: BaseException | None
     position: Position | None = None
+    backward_sync: BackwardSync | None = None
     depth: int = 1
     sampled: SampledForward | None = None
     compiled: frozenset[int] = frozenset()

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,7 @@ from torchinstruments.errors import ConfigurationError
 from torchinstruments.observe.aligned import AlignedSampler, Due
 from torchinstruments.observe.applied import ParameterTracker, StepRelay
 from torchinstruments.observe.attempts import AttemptFeed
+from torchinstruments.observe.backward_sync import Synchronisation
 from torchinstruments.observe.bypass import Bypass
 from torchinstruments.observe.calls import RootCall, RunningCalls
 from torchinstruments.observe.capture import SampledForward
@@ -48,11 +50,12 @@ from torchinstruments.observe.observation import DEFAULT_SIGNALS, Delivery, Reci
 from torchinstruments.observe.sampling import SamplingEvent, SamplingPolicy, is_own
 from torchinstruments.observe.selection import Layer, Selector, inside_compiled
 from torchinstruments.observe.session_protocol import Companion, ScaleSource, Session
+from torchinstruments.observe.sharding import NOT_SHARDED, Sharding
 from torchinstruments.observe.slots import RootSlot, is_slot_free
 from torchinstruments.observe.stack import num_calls
 from torchinstruments.observe.unseen import report_out_of_reach, tell_unseen
 from torchinstruments.ranks.clock import StepClock
-from torchinstruments.ranks.grad_sync import read_grad_sync
+from torchinstruments.ranks.pipelining import learns_shapes
 from torchinstruments.records import GradSync, Position, SampleState, ScaleProvenance, Signal
 from torchinstruments.statistics.foreign import foreign_code
 from torchinstruments.statistics.histograms import HistogramReducer
@@ -129,16 +132,20 @@ class RootProbe:
         self._companions = tuple(companions)
         self._selector_errors = tuple(selector_errors)
         recipe = Recipe(tuple(reducers), tuple(histograms), focus, session.wants_histograms, signals)
+        self._takes_parameters = not signals.isdisjoint((Signal.PARAMETER, Signal.PARAMETER_GRADIENT))
         self._takes_input = Signal.INPUT in signals
         self._parameters: ParameterTracker | None = None
         if Signal.PARAMETER_GRADIENT in signals:
             self._parameters = ParameterTracker(
-                model, recipe=recipe, faults=faults, scale=scale, deliver=self._deliver
+                recipe=recipe, faults=faults, scale=scale, deliver=self._deliver
             )
             if steps is not None:
                 steps.connect(self._parameters)
         self._bypass = Bypass(model, captures_direct_forwards=capture_direct_forwards)
         self._attempts = AttemptFeed(clock, session, self._bypass, faults, now)
+        self._synchronisation = Synchronisation(
+            self._attempts.backward_synchronises, partial(faults.report, "gradient", "")
+        )
         self._tracker = GradientTracker(
             recipe=recipe,
             faults=faults,
@@ -341,7 +348,7 @@ class RootProbe:
 
     def _is_outermost(self, module: nn.Module) -> bool:
         """Returns whether a call of the model is a root forward (training thread, hot path)."""
-        if traced := tracing():
+        if traced := tracing() or learns_shapes():
             self._traced[traced] += 1
             return False
         call = self._calls.current()
@@ -375,6 +382,8 @@ class RootProbe:
                 self._calls.end()
                 if call.sampled is not None and not failed:
                     call.sampled.returned(output)
+                if call.backward_sync is not None and not failed:
+                    call.backward_sync.watch(output)
                 self._end(call, failed=failed)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self.faults.report("forward", "", error)
@@ -391,8 +400,10 @@ class RootProbe:
         position = self._attempts.forward_started(grad_enabled=grad_enabled, now_us=started_us)
         if self._parameters is not None:
             self._parameters.root_started(position)
-        grad_sync = read_grad_sync(module, grad_enabled, self.session.world_size)
-        call = RootCall(grad_sync, sys.exception(), position)
+        grad_sync, backward_sync = self._synchronisation.forward_started(
+            module, position, self.session.world_size
+        )
+        call = RootCall(grad_sync, sys.exception(), position, backward_sync)
         self._calls.begin(call)
         if self._is_chosen(position, started_us):
             self._sample(call, module, position, started_us)
@@ -454,6 +465,8 @@ class RootProbe:
             started_at_us=started_us,
             grad_sync=call.grad_sync,
             parameters=self._parameters,
+            backward_sync=call.backward_sync,
+            sharding=self._sharding(),
         )
         call.sampled = sampled
         if self._root_layer is not None and self._handles:
@@ -462,6 +475,13 @@ class RootProbe:
             hooks[own] = hooks.pop(own)
         call.compiled = inside_compiled(module)
         sampled.attach(call.compiled, self._replicated)
+
+    def _sharding(self) -> Sharding:
+        """Returns what of the model is spread over ranks (training thread, hot path)."""
+        model = self._model()
+        if model is None:
+            return NOT_SHARDED
+        return Sharding.of(model, with_parameters=self._takes_parameters)
 
     def _take_fingerprints(self, position: Position) -> None:
         """Leaves the fingerprints of an attempt with the session, once (training thread, hot path)."""
@@ -485,6 +505,8 @@ class RootProbe:
         """Takes the model's modules as they are now (training thread, hot path)."""
         # What was called may be a replica of the model.
         model = self._model()
+        if model is not None:
+            self._synchronisation.look_again(model)
         if model is not None and self._layers.refresh(model):
             self._root_layer = self._layers.root
             self._bypass.look_again()
