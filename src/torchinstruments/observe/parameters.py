@@ -308,7 +308,8 @@ def take_gradient(part: Part, target: ParameterTarget, stage: Stage, tally: Tall
         parameter = target.parameter()
         gradient = None if parameter is None else parameter.grad
         if parameter is None or gradient is None:
-            _absent(part, target, stage, Reason.NO_GRADIENT.value)
+            has_none = parameter is not None and parameter.numel() == 0
+            _absent(part, target, stage, (Reason.EMPTY if has_none else Reason.NO_GRADIENT).value)
             return
         observation = take_tensor(part, target.call, Signal.PARAMETER_GRADIENT, target.name, gradient, stage)
         _correct_scope(observation, parameter)
