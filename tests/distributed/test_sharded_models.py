@@ -91,7 +91,8 @@ def _build() -> Model:
 def _shard(model: Model, mesh: DeviceMesh | None = None, **options: Any) -> Model:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
 
 
 def _spread(model: Model, mesh: DeviceMesh) -> Model:
