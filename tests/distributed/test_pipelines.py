@@ -28,13 +28,14 @@ def _build() -> nn.Module:
 
 def _train(schedule: str, wrapper: str, folder: str) -> list[torch.Tensor]:
     """Trains a pipeline of two stages, of one each; returns gradients and parameters of every step."""
-    stage = inner = _build()
+    inner = _build()
+    stage: nn.Module = inner
     alone = dist.new_subgroups(1)[0]
     if wrapper == "ddp":
         stage = DistributedDataParallel(inner, process_group=alone)
     elif wrapper == "fully_shard":
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
-        stage = fully_shard(inner, mesh=mesh["dp"])
+        fully_shard(inner, mesh=mesh["dp"])
     rank = dist.get_rank()
     pipeline = SCHEDULES[schedule](
         PipelineStage(stage, rank, 2, torch.device("cpu")),
