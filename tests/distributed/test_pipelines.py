@@ -14,7 +14,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 from torchinstruments import AlwaysSampler, inject_observer, open_run, remove_observer
-from torchinstruments.ranks.pipelining import is_pipelined, learns_shapes
 
 NUM_STEPS = 3
 MICRO_BATCHES = 4
@@ -109,9 +108,3 @@ def test_a_stage_has_a_micro_batch_for_each_call_and_says_pipelined(
         manifest = json.loads(path.read_text())
         assert manifest["counters"]["errors"]["tracing"] == 1
         assert manifest["counters"]["forwards"] == NUM_STEPS * MICRO_BATCHES
-
-
-def test_outside_a_stage_no_forward_is_one_of_a_pipeline():
-    """Also where pipelining was imported, as here."""
-    assert not is_pipelined()
-    assert learns_shapes() == ""
