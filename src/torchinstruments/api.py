@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,6 +50,7 @@ from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.device_times import device_times
 from torchinstruments.ranks.identity import discover, new_process_id
 from torchinstruments.ranks.loss_scale import DeclaredScale, ScalerWatch
+from torchinstruments.ranks.mesh import MeshPlace, mesh_place
 from torchinstruments.ranks.optimizers import OptimizerWatch, unwrapped
 from torchinstruments.ranks.policy import Policy, parse_policy
 from torchinstruments.records import Identity, Signal
@@ -218,6 +220,7 @@ def inject_observer(
         channel=str(next(_channels)),
         sinks=others,
         aligned=aligned,
+        mesh=partial(_mesh_place_of, weakref.ref(model)),
     )
     is_open = session.open()
     if not session.observing:
@@ -513,6 +516,12 @@ def _device_of(model: nn.Module) -> str:
     """Returns where the model's first parameter or buffer lies, ``""`` where it has none."""
     device = _first_device(model)
     return "" if device is None else str(device)
+
+
+def _mesh_place_of(model: weakref.ref[nn.Module]) -> MeshPlace:
+    """Returns where this rank lies in the mesh of a model, which may be gone by then."""
+    present = model()
+    return MeshPlace() if present is None else mesh_place(present)
 
 
 def _first_device(model: nn.Module) -> torch.device | None:

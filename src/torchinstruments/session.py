@@ -31,6 +31,7 @@ from torchinstruments.observe.aligned import AlignedSampler
 from torchinstruments.observe.emptiness import likely_reason
 from torchinstruments.observe.unseen import TRACING
 from torchinstruments.ranks.identity import configured_run_id, discover, world_of_one
+from torchinstruments.ranks.mesh import MeshPlace
 from torchinstruments.ranks.rendezvous import Agreement
 from torchinstruments.ranks.timetable import ScheduleThread, schedule
 from torchinstruments.records import (
@@ -80,6 +81,7 @@ class RunSession:
         sinks: Take the samples too, beside the run's folder.
         aligned: Measures the same forwards as the other ranks, once they have agreed; None where the sampler
             goes by no time.
+        mesh: Asked once where this rank lies in the model's device mesh.
     """
 
     def __init__(
@@ -94,8 +96,10 @@ class RunSession:
         channel: str,
         sinks: Sequence[Sink] = (),
         aligned: AlignedSampler | None = None,
+        mesh: Callable[[], MeshPlace] = MeshPlace,
     ) -> None:
         self._aligned = aligned
+        self._mesh = mesh
         self._schedule: ScheduleThread | None = None
         self._sinks = tuple(sinks)
         self._process = process
@@ -166,7 +170,7 @@ class RunSession:
             assumed = identity or world_of_one(self._process, self._device)
             raise_failure(try_destination(self._destination, self._plan, assumed))
             return False
-        self._settle(identity)
+        identity = self._settle(identity)
         self._refuse_shared_folder()
         enrolment = self._enrol(identity)
         raise_failure(enrolment.claim)
@@ -322,15 +326,21 @@ class RunSession:
                 f"{self._source().samples} samples are lost; call remove_observer(model) before the end",
             )
 
-    def _settle(self, identity: Identity) -> None:
-        """Takes who this process is, and what the rank policy makes of that.
+    def _settle(self, identity: Identity) -> Identity:
+        """Takes who this process is, where it lies in the mesh, and what the rank policy makes of that.
+
+        Returns:
+            The identity with its place in the mesh.
 
         Raises:
             ConfigurationError: The policy cannot be applied.
         """
+        place = self._mesh()
+        identity = replace(identity, mesh_coordinates=place.coordinates, mesh_axis_names=place.axis_names)
         self._plan.policy.validate(identity.world_size)
         self._observing = self._plan.policy.observes(identity)
         self._identity = identity
+        return identity
 
     def _refuse_shared_folder(self) -> None:
         """Keeps two observers of one process from writing as one run into one folder.

@@ -359,7 +359,7 @@ def test_what_the_wrapper_leaves_alone_is_not_called_reduced(rank_pool, tmp_path
     """Its gradient is this rank's own, whatever the others do."""
     rank_pool.run(_leave_out, str(tmp_path))
     reasons = _by_rank(_rows(tmp_path), "reduced", "unavailable_reason")
-    assert reasons == [["", "not_synchronised: DistributedDataParallel was told to leave it alone"]] * 2
+    assert reasons == [["", "not_synchronised: the wrapper around it leaves it alone"]] * 2
 
 
 @pytest.mark.parametrize("retains", [False, True])

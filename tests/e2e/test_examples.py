@@ -1,8 +1,9 @@
-"""The examples and the launch script as a user starts them, compared with what the scripts themselves saw."""
+"""The examples and the launch scripts as a user starts them, compared with what they saw themselves."""
 
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import uuid
@@ -223,6 +224,94 @@ def test_float16_in_a_world_of_one_keeps_the_loss_scale_beside_scaled_gradients(
     assert set(gradients["scale_provenance"]) == {"gradscaler"}
     assert set(gradients["loss_scale"]) == {65536.0}
     assert "float16" in set(history["dtype"])
+
+
+def free_port() -> str:
+    """Returns a port of the loopback address that nobody uses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A run of the sharded example on two ranks."""
+
+    url: str
+    said: str
+
+    def open(self) -> Run:
+        """Returns the run as a reader opens it."""
+        return open_run(self.url)
+
+
+@pytest.fixture(scope="module", params=["one node", "two nodes"])
+def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sharded:
+    """Two ranks on one node, or one on each of two; four steps of two micro-batches, every second sampled."""
+    folder = tmp_path_factory.mktemp("sharded")
+    script, variables = "local.sh", {"NPROC": "2", "PORT": ""}
+    if request.param == "two nodes":
+        script, variables = "two_nodes_local.sh", {"NPROC": "1", "PORT": free_port()}
+    done = run(
+        *(PROJECT / "launch" / script, *SMALL, "--steps", "4", "--sample-every-steps", "2"),
+        cwd=folder,
+        OUTPUT_DIR="telemetry of a run",
+        EXAMPLE="fsdp_language_model",
+        NPROC=variables["NPROC"],
+        PORT=variables["PORT"],
+    )
+    return Sharded(str(folder / "telemetry of a run"), done.stdout)
+
+
+def test_the_sharded_example_counts_one_reduction_a_step(sharded: Sharded) -> None:
+    """Micro-batches before the last are not reduced, in the ledger of each rank and beside each gradient."""
+    assert f"telemetry: {sharded.url}" in sharded.said
+    columns = ("micro_batches", "micro_batches_synced", "last_micro_batch_sync", "outcome")
+    steps = sharded.open().steps().select("rank", "attempt", *columns).collect()
+    assert sorted(steps.iter_rows()) == [
+        (rank, attempt, 2, 1, "synced", "applied") for rank in (0, 1) for attempt in range(4)
+    ]
+    history = sharded.open().history().filter(pl.col("signal") == "output_gradient").collect()
+    found = history.select("attempt", "micro_batch", "grad_sync").unique()
+    assert sorted(found.iter_rows()) == [
+        (attempt, micro_batch, "local" if micro_batch == 0 else "synced")
+        for attempt in (1, 3)
+        for micro_batch in (0, 1)
+    ]
+
+
+def test_the_sharded_example_computes_in_bfloat16_under_the_names_of_the_other(sharded: Sharded) -> None:
+    """Checkpointing and sharding leave no trace in a layer's name; outputs are whole on every rank."""
+    history = sharded.open().history().filter(pl.col("signal") == "output").collect()
+    layers = set(history["layer"])
+    block = ("attention_norm", "attention.query_key_value", "attention.projection", "mlp_norm")
+    inside = (*block, "mlp.0", "mlp.1", "mlp.2")
+    blocks = {f"blocks.{index}.{layer}" for index in range(5) for layer in inside}
+    assert layers == {"characters", "positions", "norm", "head", *blocks}
+    assert set(history["scope"]) == {"local"}
+    assert set(history["dtype"]) == {"bfloat16"}
+
+
+def test_the_sharded_example_in_a_world_of_one(tmp_path: Path) -> None:
+    """Started as a plain program it shards over itself."""
+    script = PROJECT / "examples" / "fsdp_language_model.py"
+    run(sys.executable, script, *SMALL, "--steps", "2", "--sample-every-steps", "2", cwd=tmp_path)
+    steps = open_run(str(tmp_path / "runs" / "sharded-language-model")).steps().collect()
+    assert steps["outcome"].to_list() == ["applied"] * 2
+
+
+def test_two_nodes_fail_where_their_script_fails(tmp_path: Path) -> None:
+    """An option that the script does not know ends both agents."""
+    script = PROJECT / "launch" / "two_nodes_local.sh"
+    done = run(script, "--no-such-option", cwd=tmp_path, expected_code=1, PORT=free_port())
+    assert "--no-such-option" in done.stderr
+
+
+def test_a_launch_of_an_example_that_is_not_there_says_which_are(tmp_path: Path) -> None:
+    """Nothing is started, and no folder made."""
+    done = run(PROJECT / "launch" / "local.sh", cwd=tmp_path, expected_code=2, EXAMPLE="no_such_example")
+    assert "fsdp_language_model" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_local_launch_without_torchrun_uses_the_given_python(tmp_path: Path) -> None:

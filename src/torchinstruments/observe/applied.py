@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from torchinstruments.observe.engine import graph_task, is_capturing_graph, is_in_backward
@@ -21,11 +20,10 @@ from torchinstruments.observe.faults import Faults, Tally
 from torchinstruments.observe.observation import Delivery, Part, Recipe, absence_metrics, take_absence
 from torchinstruments.observe.parameters import (
     ParameterGradients,
-    left_out_parameters,
-    sharded_parameters,
     take_gradient,
 )
 from torchinstruments.observe.session_protocol import ScaleSource
+from torchinstruments.observe.sharding import ManagedParameters
 from torchinstruments.records import GradSync, Position, Reason, ScaleProvenance, Signal, Stage
 from torchinstruments.statistics.batching import ScalarBatch
 from torchinstruments.statistics.isolation import isolated
@@ -39,7 +37,6 @@ class ParameterTracker:
     """All parameters of one observer whose gradients are awaited.
 
     Args:
-        model: The attached model; held weakly.
         recipe: What is computed of each gradient.
         faults: Takes errors.
         scale: Knows the loss scale; None where nobody watches for one.
@@ -48,14 +45,12 @@ class ParameterTracker:
 
     def __init__(
         self,
-        model: nn.Module,
         *,
         recipe: Recipe,
         faults: Faults,
         scale: ScaleSource | None,
         deliver: Callable[[Delivery], None],
     ) -> None:
-        self._model = weakref.ref(model)
         self._recipe = recipe
         self._absence_metrics = absence_metrics(recipe.reducers)
         self._faults = faults
@@ -76,18 +71,14 @@ class ParameterTracker:
             if latest.attempt != position.attempt:
                 self._latest = None
 
-    def sampled(self, position: Position, grad_sync: GradSync) -> ParameterGradients:
+    def sampled(
+        self, position: Position, grad_sync: GradSync, managed: ManagedParameters
+    ) -> ParameterGradients:
         """Returns what takes the gradients of a sampled forward that begins (training thread, hot path)."""
         if self._latest is not None:
             # Of another thread's forward.
             self._latest.withdraw()
-        model = self._model()
-        self._latest = latest = ParameterGradients(
-            grad_sync,
-            position.attempt,
-            sharded=frozenset() if model is None else sharded_parameters(model),
-            left_out=frozenset() if model is None else left_out_parameters(model),
-        )
+        self._latest = latest = ParameterGradients(grad_sync, position.attempt, managed)
         return latest
 
     def close(self) -> None:

@@ -58,6 +58,11 @@ class AttemptFeed:
         with self._lock:
             self._clock.forward_ended(self._now(), grad_sync, position)
 
+    def backward_synchronises(self, position: Position, grad_sync: GradSync, before: GradSync | None) -> None:
+        """Takes what a backward does with its forward's gradients (autograd thread, hot path)."""
+        with self._lock:
+            self._clock.backward_synchronises(position, grad_sync, before)
+
     def backward_ended(self) -> None:
         """Takes the end of a backward through a sample (autograd thread, hot path)."""
         with self._lock:

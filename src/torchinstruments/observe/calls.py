@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torchinstruments.observe.backward_sync import BackwardSync
 from torchinstruments.observe.capture import SampledForward
 from torchinstruments.observe.compiled import NOTHING_COMPILED, CompiledParts
 from torchinstruments.observe.stance import Flight
@@ -21,6 +22,7 @@ class RootCall:
         grad_sync: As latched at its start.
         handled: The exception that was being handled when it began.
         position: Where it stands among the steps.
+        backward_sync: Reads what its backwards do, where those decide; else None.
         depth: Calls of the root that are on the stack, this one included.
         sampled: Measures it, where it was chosen.
         compiled: What is compiled of what was called, where it was chosen.
@@ -31,6 +33,7 @@ class RootCall:
     grad_sync: GradSync
     handled: BaseException | None
     position: Position | None = None
+    backward_sync: BackwardSync | None = None
     depth: int = 1
     sampled: SampledForward | None = None
     compiled: CompiledParts = NOTHING_COMPILED

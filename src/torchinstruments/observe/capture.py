@@ -23,6 +23,7 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchinstruments.observe.applied import ParameterTracker
+from torchinstruments.observe.backward_sync import BackwardSync
 from torchinstruments.observe.compiled import CompiledParts
 from torchinstruments.observe.direct import DirectLayer, ForwardOverride
 from torchinstruments.observe.engine import is_in_backward
@@ -42,6 +43,7 @@ from torchinstruments.observe.observation import (
 )
 from torchinstruments.observe.parameters import ParameterGradients, take_parameters
 from torchinstruments.observe.selection import Layer
+from torchinstruments.observe.sharding import NOT_SHARDED, Sharding
 from torchinstruments.observe.slots import CallSlot, LayerSlot, RegionSlot
 from torchinstruments.records import (
     Execution,
@@ -107,6 +109,8 @@ class SampledForward:
         grad_sync: As latched at its start.
         parameters: Watches parameters' gradients; None where they are not asked for.
         execution: How what is measured runs.
+        backward_sync: Reads whether its backwards synchronise gradients, where they decide that.
+        sharding: What of the model is spread over ranks.
     """
 
     def __init__(
@@ -122,6 +126,8 @@ class SampledForward:
         grad_sync: GradSync,
         parameters: ParameterTracker | None = None,
         execution: Execution = Execution.EAGER,
+        backward_sync: BackwardSync | None = None,
+        sharding: Sharding = NOT_SHARDED,
     ) -> None:
         self._layers = layers
         self._regions = regions
@@ -133,6 +139,8 @@ class SampledForward:
         self._grad_sync = grad_sync
         self._parameters = parameters
         self._execution = execution
+        self._backward_sync = backward_sync
+        self._sharding = sharding
         self._signals = tracker.recipe.signals
         self._follows_outputs = not self._signals.isdisjoint(_OF_OUTPUTS)
         self._part = tracker.recipe.part(ordinal, self._tally.fail)
@@ -213,10 +221,12 @@ class SampledForward:
             execution = Execution.INSIDE_COMPILED if is_hidden else self._execution
             call = self._unseen_call(layer, execution)
             if Signal.PARAMETER in wanted and self._intake.has_room():
-                take_parameters(self._part, call, self._tally)
+                take_parameters(self._part, call, self._sharding.managed, self._tally)
             if self._parameters is not None and self._position.grad_enabled:
                 if self._progress.parameters is None:
-                    self._progress.parameters = self._parameters.sampled(self._position, self._grad_sync)
+                    self._progress.parameters = self._parameters.sampled(
+                        self._position, self._grad_sync, self._sharding.managed
+                    )
                 self._progress.parameters.expect(call, self._tally)
 
     def receive(self, layer: Layer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
@@ -328,6 +338,7 @@ class SampledForward:
             mode="train" if layer.module.training else "eval",
             grad_enabled=torch.is_grad_enabled(),
             execution=self._execution,
+            plain_scope=self._sharding.scopes.of(layer.module),
         )
 
     def end(self, *, failed: bool) -> tuple[Delivery, SampleGradients | None] | None:
@@ -415,7 +426,7 @@ class SampledForward:
         """Returns the bookkeeping of what may come in backwards."""
         if self._progress.gradients is None:
             parameters = self._progress.parameters
-            self._progress.gradients = self._tracker.sample(self._ordinal, parameters)
+            self._progress.gradients = self._tracker.sample(self._ordinal, parameters, self._backward_sync)
             if parameters is not None:
                 parameters.belongs_to(self._progress.gradients)
         return self._progress.gradients

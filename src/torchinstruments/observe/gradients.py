@@ -17,11 +17,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from torchinstruments.observe.backward_sync import BackwardSync
 from torchinstruments.observe.engine import call_at_end_of_backward, graph_task, is_capturing_graph
 from torchinstruments.observe.faults import Faults, Tally
 from torchinstruments.observe.hooks import GradientHook
@@ -39,7 +40,7 @@ from torchinstruments.observe.observation import (
     take_tensor,
 )
 from torchinstruments.observe.session_protocol import ScaleSource
-from torchinstruments.records import Reason, SampleState, ScaleProvenance, Signal
+from torchinstruments.records import GradSync, Reason, SampleState, ScaleProvenance, Signal
 from torchinstruments.statistics.batching import ScalarBatch
 from torchinstruments.statistics.isolation import isolated
 
@@ -96,14 +97,20 @@ class GradientTracker:
         self.leaf_handles: list[RemovableHandle] = []
         self._samples: deque[weakref.ref[SampleGradients]] = deque()
 
-    def sample(self, ordinal: int, listener: BackwardListener | None = None) -> "SampleGradients":
+    def sample(
+        self,
+        ordinal: int,
+        listener: BackwardListener | None = None,
+        backward_sync: BackwardSync | None = None,
+    ) -> "SampleGradients":
         """Returns the bookkeeping of a sample that expects gradients (training thread, hot path).
 
         Args:
             ordinal: Of the sample.
             listener: Told of the end of its backwards.
+            backward_sync: Reads whether they synchronise gradients, where they decide that.
         """
-        sample = SampleGradients(self, ordinal, threading.get_ident(), listener)
+        sample = SampleGradients(self, ordinal, threading.get_ident(), listener, backward_sync)
         if len(self._samples) >= MAX_OUTSTANDING:
             self._samples = deque(reference for reference in self._samples if reference() is not None)
         if len(self._samples) >= MAX_OUTSTANDING:
@@ -185,15 +192,22 @@ class SampleGradients:
         ordinal: Of the sample.
         thread: Which thread ran the forward.
         listener: Told of the end of its backwards.
+        backward_sync: Reads whether they synchronise gradients, where they decide that.
     """
 
     def __init__(
-        self, tracker: GradientTracker, ordinal: int, thread: int, listener: BackwardListener | None = None
+        self,
+        tracker: GradientTracker,
+        ordinal: int,
+        thread: int,
+        listener: BackwardListener | None = None,
+        backward_sync: BackwardSync | None = None,
     ) -> None:
         self.tracker = tracker
         self.ordinal = ordinal
         self.thread = thread
         self.listener = listener
+        self.backward_sync = backward_sync
         self.targets: list[_Target] = []
         self.seen: set[int] = set()
         self.closed = False
@@ -301,6 +315,8 @@ class SampleGradients:
                 self.close()
                 raise RuntimeError(f"more than {MAX_TRAVERSALS} backwards through one sampled forward")
             self.tracker.running[task] = fresh
+            if self.backward_sync is not None:
+                fresh.grad_sync = self.backward_sync.read()
             call_at_end_of_backward(fresh.engine_ended)
         return traversal
 
@@ -312,6 +328,8 @@ class Traversal:
         self.sample = sample
         self.task = task
         self.backward_index = 0
+        self.grad_sync: GradSync | None = None
+        """What it does with the gradients; None where the forward has decided that."""
         self.collection_s = 0.0
         self.tally = Tally(sample.tracker.faults)
         self._parts: dict[int, Part] = {}
@@ -383,6 +401,7 @@ class Traversal:
             _Finished(
                 task=self.task,
                 backward_index=self.backward_index,
+                grad_sync=self.grad_sync,
                 failed=failed,
                 collection_s=self.collection_s,
                 errors=self.tally.errors,
@@ -436,6 +455,7 @@ class _Finished:
 
     task: int
     backward_index: int
+    grad_sync: GradSync | None
     failed: bool
     collection_s: float
     errors: int
@@ -446,7 +466,7 @@ class _Finished:
     def delivery(self, facts: SampleFacts, metrics: tuple[str, ...]) -> Delivery:
         """Returns the delivery of this traversal."""
         return Delivery(
-            facts=facts,
+            facts=facts if self.grad_sync is None else replace(facts, grad_sync=self.grad_sync),
             state=SampleState.FAILED if self.failed else SampleState.BACKWARD_OBSERVED,
             backward_index=self.backward_index,
             settled=True,

@@ -64,6 +64,7 @@ class Call:
         mode: ``train`` or ``eval``.
         grad_enabled: Whether gradients were enabled.
         execution: How it ran.
+        plain_scope: What a plain tensor covers that the layer puts out.
     """
 
     layer: Layer
@@ -71,6 +72,7 @@ class Call:
     mode: str
     grad_enabled: bool
     execution: Execution = Execution.EAGER
+    plain_scope: Scope = Scope.LOCAL
 
 
 @dataclass(slots=True)
@@ -337,6 +339,8 @@ def _look(part: Part | None, call: Call, signal: Signal, path: str, tensor: torc
             local, scope, index, reason = tensor, Scope.UNKNOWN, -1, admitted.reason
         else:
             local, scope = admitted
+            if call.plain_scope is not Scope.LOCAL and scope is Scope.LOCAL:
+                scope = _scope_of_plain(call, signal, tensor)
             index, reason = -1 if part is None else part.batch.add(local, histograms=in_focus), ""
     return Observation(
         call=call,
@@ -399,6 +403,20 @@ def absence_metrics(reducers: Sequence[Reducer]) -> tuple[str, ...]:
 def error_reason(error: BaseException) -> str:
     """Returns the reason code of an exception while a tensor was measured."""
     return Reason.REDUCER_ERROR.with_error(error)
+
+
+def _scope_of_plain(call: Call, signal: Signal, tensor: torch.Tensor) -> Scope:
+    """Returns what a whole or a plain tensor covers in a model whose layers share their work among ranks."""
+    if getattr(tensor, "placements", None) is not None:
+        return Scope.LOCAL
+    match signal:
+        case Signal.OUTPUT | Signal.OUTPUT_GRADIENT:
+            return call.plain_scope
+        case Signal.INPUT:
+            # It may be what a layer before put out.
+            return Scope.UNKNOWN
+        case _:
+            return Scope.LOCAL
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

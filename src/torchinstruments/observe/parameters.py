@@ -11,17 +11,13 @@ Hooks stay on parameters from a sampled forward to the next forward with gradien
 no sample, and copies and pickles of the model leave them behind.
 """
 
-import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from torchinstruments.observe.engine import graph_task
@@ -38,6 +34,7 @@ from torchinstruments.observe.observation import (
     take_absence,
     take_tensor,
 )
+from torchinstruments.observe.sharding import ManagedParameters, is_flattened
 from torchinstruments.records import GradSync, Reason, SampleState, Scope, Signal, Stage
 
 if TYPE_CHECKING:
@@ -46,8 +43,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ParameterGradients",
     "ParameterTarget",
-    "left_out_parameters",
-    "sharded_parameters",
     "take_gradient",
     "take_parameters",
 ]
@@ -61,7 +56,10 @@ _PARTIAL = Reason.NOT_SYNCHRONISED.with_detail(
 _SPENT = Reason.NOT_SYNCHRONISED.with_detail(
     "DistributedDataParallel reduces once after a forward, and another backward came before this one"
 )
-_LEFT_OUT = Reason.NOT_SYNCHRONISED.with_detail("DistributedDataParallel was told to leave it alone")
+_LEFT_OUT = Reason.NOT_SYNCHRONISED.with_detail("the wrapper around it leaves it alone")
+_REDUCED_ONLY = Reason.NOT_SYNCHRONISED.with_detail(
+    "it was reduced in its replica alone, and is not there yet"
+)
 _NONE_OR_LOCAL = Reason.NO_GRADIENT.with_detail("none came, or it was not reduced")
 
 
@@ -77,7 +75,7 @@ class ParameterTarget:
         refusal: Why no gradient of it can be measured, else ``""``.
         is_sharded: Whether its gradient is there only after its reduction (FSDP).
         tells: Whether it says by itself when it was reduced.
-        is_left_out: Whether its wrapper was told not to reduce it.
+        is_left_out: Whether the wrapper around it does not reduce it.
     """
 
     call: Call
@@ -94,19 +92,16 @@ class ParameterGradients:
     """The gradients of the parameters in the backwards of one sampled forward.
 
     Args:
-        grad_sync: As latched at the forward's start.
+        grad_sync: As latched at the forward's start; where its backwards decide, the last one's from then on.
         attempt: Of the forward.
-        sharded: Ids of the parameters that ``fully_shard`` manages.
-        left_out: Ids of those that `DistributedDataParallel` was told to leave alone.
+        managed: What wrappers do with the parameters.
     """
 
     def __init__(
         self,
         grad_sync: GradSync,
         attempt: int | None,
-        *,
-        sharded: frozenset[int] = frozenset(),
-        left_out: frozenset[int] = frozenset(),
+        managed: ManagedParameters,
     ) -> None:
         self.attempt = attempt
         self.targets: list[ParameterTarget] = []
@@ -116,8 +111,7 @@ class ParameterGradients:
         """Of the sample, once its forward is over."""
         self.state = SampleState.FORWARD_COMPLETE
         self._grad_sync = grad_sync
-        self._sharded = sharded
-        self._left_out = left_out
+        self._managed = managed
         self._sample: weakref.ref[SampleGradients] | None = None
         self._alike: dict[int, list[int]] = {}
         self._first: dict[int, int] = {}
@@ -139,7 +133,7 @@ class ParameterGradients:
 
     def expect(self, call: Call, tally: Tally) -> None:
         """Watches for the gradients of a layer's own parameters (training thread, hot path)."""
-        for name, parameter in _own_parameters(call):
+        for name, parameter in self._managed.own_parameters(call.layer.module):
             # Of a frozen parameter nothing comes, and a model may have thousands of them.
             if not parameter.requires_grad or not parameter.is_leaf:
                 continue
@@ -197,6 +191,10 @@ class ParameterGradients:
     def backward_ended(self, traversal: Traversal) -> None:
         """Measures the reduced gradients, and says what did not come (autograd thread, hot path)."""
         came = self._came.pop(traversal.task, {})
+        if traversal.grad_sync is not None:
+            self._grad_sync = traversal.grad_sync
+            if self.facts is not None:
+                self.facts = replace(self.facts, grad_sync=traversal.grad_sync)
         self.state = SampleState.BACKWARD_OBSERVED
         is_first = traversal.backward_index == 0
         if self._other_task == traversal.task:
@@ -220,16 +218,16 @@ class ParameterGradients:
         """Returns what is to be known of a parameter before its gradient comes."""
         like = _note(call, name, parameter)
         refusal = like.reason if like.reason.startswith(_TAKES_NO_HOOK) else ""
-        tells = id(parameter) in self._sharded
+        tells = id(parameter) in self._managed.sharded
         return ParameterTarget(
             call=call,
             name=name,
             parameter=weakref.ref(parameter),
             like=like,
             refusal=refusal,
-            is_sharded=tells or _is_flattened(parameter),
+            is_sharded=tells or is_flattened(parameter),
             tells=tells,
-            is_left_out=id(parameter) in self._left_out,
+            is_left_out=id(parameter) in self._managed.left_out,
         )
 
     def _hook(self, parameter: torch.Tensor, index: int) -> None:
@@ -275,6 +273,18 @@ class ParameterGradients:
         is_partial = len(came) < len(self.targets) and traversal.sample.num_missing > 0
         return _PARTIAL if is_partial and self._grad_sync is GradSync.SYNCED else ""
 
+    def _refusal_of_shard(self) -> str:
+        """Returns why a parameter that tells when it was reduced did not."""
+        match self._grad_sync:
+            case GradSync.LOCAL:
+                return Reason.NOT_SYNCHRONISED.value
+            case GradSync.REDUCED_ONLY:
+                return _REDUCED_ONLY
+            case GradSync.SYNCED:
+                return Reason.NO_GRADIENT.value
+            case _:
+                return _NONE_OR_LOCAL
+
     def _reasons(self, target: ParameterTarget, refusal: str, *, has_come: bool) -> tuple[str, str]:
         """Returns why a gradient is missing before the reduction, and after it; ``""`` where it is not."""
         if target.refusal:
@@ -284,8 +294,7 @@ class ParameterGradients:
         if target.tells:
             if has_come:
                 return Reason.SHARDED.value, ""
-            is_local = self._grad_sync is GradSync.LOCAL
-            return Reason.SHARDED.value, Reason.NOT_SYNCHRONISED.value if is_local else _NONE_OR_LOCAL
+            return Reason.SHARDED.value, self._refusal_of_shard()
         if target.is_left_out and self._grad_sync is GradSync.SYNCED:
             refusal = _LEFT_OUT
         if target.is_sharded:
@@ -293,9 +302,9 @@ class ParameterGradients:
         return "" if has_come else Reason.NO_GRADIENT.value, refusal
 
 
-def take_parameters(part: Part, call: Call, tally: Tally) -> None:
+def take_parameters(part: Part, call: Call, managed: ManagedParameters, tally: Tally) -> None:
     """Measures a layer's own parameters as they are now (training thread, hot path)."""
-    for name, parameter in _own_parameters(call):
+    for name, parameter in managed.own_parameters(call.layer.module):
         try:
             if is_lazy(parameter):
                 take_absence(part, call, Signal.PARAMETER, name, Reason.UNINITIALISED.value)
@@ -313,7 +322,8 @@ def take_gradient(part: Part, target: ParameterTarget, stage: Stage, tally: Tall
         parameter = target.parameter()
         gradient = None if parameter is None else parameter.grad
         if parameter is None or gradient is None:
-            _absent(part, target, stage, Reason.NO_GRADIENT.value)
+            has_none = parameter is not None and parameter.numel() == 0
+            _absent(part, target, stage, (Reason.EMPTY if has_none else Reason.NO_GRADIENT).value)
             return
         observation = take_tensor(part, target.call, Signal.PARAMETER_GRADIENT, target.name, gradient, stage)
         _correct_scope(observation, parameter)
@@ -322,44 +332,7 @@ def take_gradient(part: Part, target: ParameterTarget, stage: Stage, tally: Tall
         _absent(part, target, stage, error_reason(error))
 
 
-def left_out_parameters(root: nn.Module) -> frozenset[int]:
-    """Returns the ids of the parameters that `DistributedDataParallel` was told to leave alone (hot path).
-
-    Args:
-        root: The attached module; where it is inside a wrapper, in a forward of that.
-    """
-    # Set during the wrapper's forward alone.
-    around = DistributedDataParallel._get_active_ddp_module()  # noqa: SLF001 - has no public name
-    return frozenset(
-        id(parameter)
-        for wrapper in (*root.modules(), around)
-        if isinstance(wrapper, DistributedDataParallel) and wrapper.parameters_to_ignore
-        for name, parameter in wrapper.module.named_parameters()
-        if name in wrapper.parameters_to_ignore
-    )
-
-
-def sharded_parameters(root: nn.Module) -> frozenset[int]:
-    """Returns the ids of the parameters that ``fully_shard`` manages (training thread, hot path)."""
-    sharding = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(sharding, "FSDPModule", None)
-    if kind is None:
-        return frozenset()
-    return frozenset(
-        id(parameter)
-        for module in root.modules()
-        if isinstance(module, kind)
-        for parameter in module.parameters()
-        if hasattr(parameter, "placements")
-    )
-
-
 _TAKES_NO_HOOK = (Reason.UNINITIALISED.value, Reason.META_TENSOR.value, Reason.GRAPH_CAPTURE.value)
-
-
-def _own_parameters(call: Call) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields name and parameter of what is registered in a layer's module itself."""
-    return call.layer.module.named_parameters(recurse=False)
 
 
 def _note(call: Call, name: str, parameter: torch.Tensor) -> Observation:
@@ -378,12 +351,7 @@ def _absent(part: Part, target: ParameterTarget, stage: Stage, reason: str) -> N
     take_absence(part, target.call, Signal.PARAMETER_GRADIENT, target.name, reason, target.like, stage)
 
 
-def _is_flattened(parameter: torch.Tensor) -> bool:
-    """Returns whether a plain parameter is a piece of what ``FullyShardedDataParallel`` has flattened."""
-    return getattr(parameter, "_fsdp_flattened", False) is True
-
-
 def _correct_scope(observation: Observation, parameter: torch.Tensor) -> None:
     """Says of a piece that it is one, which the tensor itself does not tell."""
-    if observation.scope is Scope.LOCAL and _is_flattened(parameter):
+    if observation.scope is Scope.LOCAL and is_flattened(parameter):
         observation.scope = Scope.LOCAL_SHARD

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from torchinstruments.errors import ConfigurationError
 from torchinstruments.observe.aligned import AlignedSampler, Due
 from torchinstruments.observe.applied import ParameterTracker, StepRelay
 from torchinstruments.observe.attempts import AttemptFeed
+from torchinstruments.observe.backward_sync import Synchronisation
 from torchinstruments.observe.bypass import Bypass
 from torchinstruments.observe.calls import RootCall, RunningCalls
 from torchinstruments.observe.capture import SampledForward
@@ -47,11 +49,12 @@ from torchinstruments.observe.root import RootWatch
 from torchinstruments.observe.sampling import SamplingEvent, SamplingPolicy, is_own
 from torchinstruments.observe.selection import Layer, Selector
 from torchinstruments.observe.session_protocol import Companion, ScaleSource, Session
+from torchinstruments.observe.sharding import NOT_SHARDED, Sharding
 from torchinstruments.observe.stack import is_called, num_calls
 from torchinstruments.observe.stance import Forcing
 from torchinstruments.observe.unseen import report_out_of_reach, tell_unseen
 from torchinstruments.ranks.clock import StepClock
-from torchinstruments.ranks.grad_sync import read_grad_sync
+from torchinstruments.ranks.pipelining import learns_shapes
 from torchinstruments.records import (
     Execution,
     GradSync,
@@ -136,16 +139,20 @@ class RootProbe:
         self._companions = tuple(companions)
         self._selector_errors = tuple(selector_errors)
         recipe = Recipe(tuple(reducers), tuple(histograms), focus, session.wants_histograms, signals)
+        self._takes_parameters = not signals.isdisjoint((Signal.PARAMETER, Signal.PARAMETER_GRADIENT))
         self._takes_input = Signal.INPUT in signals
         self._parameters: ParameterTracker | None = None
         if Signal.PARAMETER_GRADIENT in signals:
             self._parameters = ParameterTracker(
-                model, recipe=recipe, faults=faults, scale=scale, deliver=self._deliver
+                recipe=recipe, faults=faults, scale=scale, deliver=self._deliver
             )
             if steps is not None:
                 steps.connect(self._parameters)
         self._bypass = Bypass(model, captures_direct_forwards=capture_direct_forwards)
         self._attempts = AttemptFeed(clock, session, self._bypass, faults, now)
+        self._synchronisation = Synchronisation(
+            self._attempts.backward_synchronises, partial(faults.report, "gradient", "")
+        )
         self._tracker = GradientTracker(
             recipe=recipe,
             faults=faults,
@@ -370,7 +377,7 @@ class RootProbe:
 
     def _is_outermost(self, module: nn.Module) -> bool:
         """Returns whether a call of the model is a root forward (training thread, hot path)."""
-        if traced := tracing():
+        if traced := tracing() or learns_shapes():
             self._traced[traced] += 1
             return False
         call = self._calls.current()
@@ -406,6 +413,8 @@ class RootProbe:
                     call.sampled.returned(output)
                 if call.flight is not None:
                     call.flight.ended(output, failed=failed)
+                if call.backward_sync is not None and not failed:
+                    call.backward_sync.watch(output)
                 self._end(call, failed=failed)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self.faults.report("forward", "", error)
@@ -422,8 +431,10 @@ class RootProbe:
         position = self._attempts.forward_started(grad_enabled=grad_enabled, now_us=started_us)
         if self._parameters is not None:
             self._parameters.root_started(position)
-        grad_sync = read_grad_sync(module, grad_enabled, self.session.world_size)
-        call = RootCall(grad_sync, sys.exception(), position, called=id(module))
+        grad_sync, backward_sync = self._synchronisation.forward_started(
+            module, position, self.session.world_size
+        )
+        call = RootCall(grad_sync, sys.exception(), position, backward_sync, called=id(module))
         self._calls.begin(call)
         is_chosen = self._is_chosen(position, started_us)
         if self._forcing is not None:
@@ -505,6 +516,8 @@ class RootProbe:
             grad_sync=call.grad_sync,
             parameters=self._parameters,
             execution=Execution.EAGER if call.flight is None else Execution.FORCED_EAGER,
+            backward_sync=call.backward_sync,
+            sharding=self._sharding(),
         )
         call.sampled = sampled
         if self._root_layer is not None:
@@ -514,6 +527,13 @@ class RootProbe:
     def _hidden(self, parts: CompiledParts) -> CompiledParts:
         """Returns what of the compiled parts is compiled in a forward that is measured."""
         return parts if self._forcing is None else NOTHING_COMPILED
+
+    def _sharding(self) -> Sharding:
+        """Returns what of the model is spread over ranks (training thread, hot path)."""
+        model = self._watch.model
+        if model is None:
+            return NOT_SHARDED
+        return Sharding.of(model, with_parameters=self._takes_parameters)
 
     def _take_fingerprints(self, position: Position) -> None:
         """Leaves the fingerprints of an attempt with the session, once (training thread, hot path)."""
@@ -537,6 +557,8 @@ class RootProbe:
         """Takes the model's modules as they are now (training thread, hot path)."""
         # What was called may be a replica of the model.
         model = self._watch.model
+        if model is not None:
+            self._synchronisation.look_again(model)
         if model is not None and self._layers.refresh(model, self._hidden(parts), is_told=is_told):
             self._root_layer = self._layers.root
             self._bypass.look_again()

@@ -217,7 +217,7 @@ class StepClock:
 
         Args:
             now_s: Monotonic seconds.
-            grad_sync: As latched at its start.
+            grad_sync: As latched at its start; `UNKNOWN` where its backward decides.
             position: Which forward; None is the last one that began. Of forwards that overlap, in several
                 threads, only what lies between the last begin and the next end counts as time.
         """
@@ -232,6 +232,22 @@ class StepClock:
         self._last_position = None
         if window is not None and micro_batch is not None and (began or position is not None):
             window.synchronised(grad_sync, micro_batch)
+
+    def backward_synchronises(
+        self, position: Position, grad_sync: GradSync, before: GradSync | None = None
+    ) -> None:
+        """Takes what a backward does, where that is decided no sooner (autograd thread, hot path).
+
+        Of several backwards through one forward the last one counts.
+
+        Args:
+            position: Of the forward.
+            grad_sync: What its latest backward does with the gradients.
+            before: What the one before did; None for the first.
+        """
+        window = self._window
+        if window is not None and position.micro_batch is not None and position.attempt == window.attempt:
+            window.synchronised(grad_sync, position.micro_batch, before)
 
     def backward_ended(self, now_s: float) -> None:
         """Takes the end of a backward through a root forward (training or autograd thread, hot path).

@@ -1,7 +1,9 @@
 """Whether the gradients of a forward will be synchronised, read where the framework decides it.
 
 `DistributedDataParallel` decides at the last grad-enabled *forward*: ``no_sync`` around the backward alone
-changes nothing. So the flag is read in the root forward's pre-hook, never in the backward.
+changes nothing. So its flag is read in the root forward's pre-hook, never in the backward. ``fully_shard``
+and `FullyShardedDataParallel` decide in the *backward*, whatever their flags said in the forward
+(`ranks.sharded_sync`). A pipeline's schedule decides by itself, after its last backward (`ranks.pipelining`).
 """
 
 import torch

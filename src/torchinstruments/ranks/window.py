@@ -162,9 +162,15 @@ class Window:
             self.last_sync = GradSync.UNKNOWN
         return Position(self.attempt, ordinal, micro_batch, index, grad_enabled, provenance)
 
-    def synchronised(self, grad_sync: GradSync, micro_batch: int) -> None:
-        """Takes what becomes of a micro-batch's gradients (training thread, hot path, at a forward's end)."""
-        self.micro_batches_synced += grad_sync is GradSync.SYNCED
+    def synchronised(self, grad_sync: GradSync, micro_batch: int, before: GradSync | None = None) -> None:
+        """Takes what becomes of a micro-batch's gradients (training or autograd thread, hot path).
+
+        Args:
+            grad_sync: What becomes of them, by what is known now.
+            micro_batch: Which one.
+            before: What this took of the same micro-batch before.
+        """
+        self.micro_batches_synced += (grad_sync is GradSync.SYNCED) - (before is GradSync.SYNCED)
         if micro_batch == self.micro_batches - 1:
             self.last_sync = grad_sync
 

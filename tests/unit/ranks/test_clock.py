@@ -684,3 +684,19 @@ def test_beside_a_declared_optimizer_others_may_step_unseen():
     _micro_step(loop)
     loop.forward()
     assert not loop.clock.is_before_every_step
+
+
+def test_a_backward_that_decides_is_counted_once_it_has_come():
+    """Of several backwards through one forward the last one counts, and before any it is unknown."""
+    loop = _Loop()
+    first = loop.forward(sync=GradSync.UNKNOWN)
+    loop.clock.backward_synchronises(first, GradSync.SYNCED)
+    second = loop.forward(sync=GradSync.UNKNOWN)
+    loop.clock.backward_synchronises(second, GradSync.SYNCED)
+    loop.clock.backward_synchronises(second, GradSync.LOCAL, GradSync.SYNCED)
+    loop.step()
+    loop.forward(sync=GradSync.UNKNOWN)
+    loop.clock.backward_synchronises(second, GradSync.SYNCED, GradSync.LOCAL)
+    loop.close()
+    found = [(record.micro_batches_synced, record.last_micro_batch_sync) for record in loop.records]
+    assert found == [(1, GradSync.LOCAL), (0, GradSync.UNKNOWN)]

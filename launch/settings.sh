@@ -1,0 +1,30 @@
+# What the launch scripts have in common; they read this with `source`, from the variables that they document.
+
+for argument in "$@"; do
+    if [[ $argument == --output-dir || $argument == --output-dir=* ]]; then
+        echo "$0: set the variable OUTPUT_DIR instead of giving $argument" >&2
+        exit 2
+    fi
+done
+
+script="$project/examples/${EXAMPLE:-ddp_language_model}.py"
+if [[ ! -f $script ]]; then
+    echo "$0: there is no $script; set EXAMPLE to ddp_language_model or fsdp_language_model" >&2
+    exit 2
+fi
+
+export OUTPUT_DIR="${OUTPUT_DIR:-runs/$(date +%Y%m%d-%H%M%S)}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# All ranks are here: the loopback device reaches them even where the host's own name does not resolve.
+if [[ -e /sys/class/net/lo ]]; then export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"; fi
+
+if command -v torchrun >/dev/null; then
+    torchrun=(torchrun)
+else
+    torchrun=("${PYTHON:-python3}" -m torch.distributed.run)
+fi
+
+say_where() {
+    echo "telemetry goes to:  $OUTPUT_DIR"
+    printf 'compare the ranks:  torchinstruments merge %q\n' "$OUTPUT_DIR"
+}
