@@ -28,7 +28,7 @@ from torchinstruments.observe.parameters import (
 from torchinstruments.observe.session_protocol import ScaleSource
 from torchinstruments.records import GradSync, Position, Reason, ScaleProvenance, Signal, Stage
 from torchinstruments.statistics.batching import ScalarBatch
-from torchinstruments.statistics.isolation import isolated
+from torchinstruments.statistics.isolation import isolated, unintercepted
 
 __all__ = ["ParameterTracker", "StepRelay"]
 
@@ -146,7 +146,8 @@ class ParameterTracker:
         part = self._recipe.part(facts.ordinal, tally.fail)
         _add(part, latest, due, reason, tally)
         scale, provenance = self._scale_left(part, optimizer, tally)
-        part.batch.seal()
+        with isolated("cpu"):
+            part.batch.seal()
         self._deliver(
             Delivery(
                 facts=facts,
@@ -175,7 +176,9 @@ class ParameterTracker:
                 return factor, provenance
             if is_capturing_graph():
                 return None, provenance
-            with isolated(factor.device.type):
+            with unintercepted():
+                device_type = factor.device.type
+            with isolated(device_type):
                 return (part.batch, part.batch.add_scalar(factor)), provenance
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             tally.fail("loss_scale", error)

@@ -51,6 +51,7 @@ from torchinstruments.records import (
     ScaleProvenance,
     Signal,
 )
+from torchinstruments.statistics.isolation import isolated, unintercepted
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -297,7 +298,9 @@ class SampledForward:
         started_s = time.perf_counter()
         try:
             for path, tensor in tensors_in(output).tensors:
-                if torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf:
+                with unintercepted():
+                    may_come = torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf
+                if may_come:
                     seen = note_tensor(self._new_call(self._layers[0], 0), Signal.OUTPUT, path, tensor)
                     if not seen.reason.startswith(_TAKES_NO_HOOK):
                         self._gradients().watch(tensor)
@@ -345,7 +348,8 @@ class SampledForward:
                 parameters.withdraw()
             parameters.forward_ended(self.facts(), failed=failed)
         self._tally.layer = ""
-        self._part.batch.seal()
+        with isolated("cpu"):
+            self._part.batch.seal()
         self._progress.collection_s += time.perf_counter() - started_s
         delivery = Delivery(
             facts=self.facts(),
@@ -398,7 +402,8 @@ class SampledForward:
                 return
             seen = self._intake.take(call, Signal.OUTPUT, path, tensor)
             try:
-                self._expect_gradient(call, path, tensor, seen)
+                with unintercepted():
+                    self._expect_gradient(call, path, tensor, seen)
             except Exception as error:  # noqa: BLE001 - the sample goes on with the next tensor
                 self._tally.fail("gradient", error)
                 self._intake.lack_gradient(call, path, error_reason(error), seen)

@@ -41,7 +41,7 @@ from torchinstruments.observe.observation import (
 from torchinstruments.observe.session_protocol import ScaleSource
 from torchinstruments.records import Reason, SampleState, ScaleProvenance, Signal
 from torchinstruments.statistics.batching import ScalarBatch
-from torchinstruments.statistics.isolation import isolated
+from torchinstruments.statistics.isolation import isolated, unintercepted
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -194,10 +194,11 @@ class SampleGradients:
         self.ordinal = ordinal
         self.thread = thread
         self.listener = listener
-        self.targets: list[_Target] = []
+        self.targets: dict[int, _Target] = {}
         self.seen: set[int] = set()
         self.closed = False
         self._num_watched = 0
+        self._numbers = itertools.count()
         self._facts: SampleFacts | None = None
         self._waiting: list[_Finished] = []
         self._traversals: dict[int, Traversal] = {}
@@ -212,12 +213,19 @@ class SampleGradients:
             tensor: Requires a gradient.
             output: What was observed of it.
         """
-        # As an output it is taken now, since an in-place operation would move its hook to another version.
-        handle = tensor.register_hook(GradientHook(self, len(self.targets)))
-        is_view = tensor._is_view()  # noqa: SLF001 - its only name
-        self.targets.append(_Target(call, gradient_path(path), output, is_view))
-        if tensor.is_leaf:
-            self.tracker.leaf_handles.append(handle)
+        number = next(self._numbers)
+        with unintercepted():
+            is_view = tensor._is_view()  # noqa: SLF001 - its only name
+            # A number is given once: of a hook that was placed while its target was not, nothing is taken.
+            self.targets[number] = _Target(call, gradient_path(path), output, is_view)
+            try:
+                # As an output it is taken now: an in-place operation would move its hook to another version.
+                handle = tensor.register_hook(GradientHook(self, number))
+                if tensor.is_leaf:
+                    self.tracker.leaf_handles.append(handle)
+            except BaseException:
+                del self.targets[number]
+                raise
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Takes a backward through an output for one of this sample, and measures nothing of the output.
@@ -228,8 +236,10 @@ class SampleGradients:
             tensor: Requires a gradient and is no leaf.
         """
         # No target has a number below zero.
+        number = -self._num_watched - 1
+        with unintercepted():
+            tensor.register_hook(GradientHook(self, number))
         self._num_watched += 1
-        tensor.register_hook(GradientHook(self, -self._num_watched))
 
     @property
     def num_missing(self) -> int:
@@ -243,20 +253,26 @@ class SampleGradients:
             self.tracker.deliver(finished.delivery(facts, self.tracker.absence_metrics))
         self._waiting.clear()
 
-    def arrived(self, target: int, gradient: torch.Tensor) -> None:
-        """Measures a gradient; it never raises (autograd thread, hot path)."""
-        if self.closed:
+    def arrived(self, number: int, gradient: torch.Tensor | None) -> None:
+        """Measures a gradient; it never raises (autograd thread, hot path).
+
+        Args:
+            number: Of the target, or of what is only watched.
+            gradient: None where the traversal came by and brought none: of an operation with several outputs
+                autograd leaves those undefined that nothing depends on.
+        """
+        target = self.targets.get(number)
+        if self.closed or (target is None and number >= 0):
             return
         started_s = time.perf_counter()
         traversal: Traversal | None = None
         try:
             traversal = self._traversal(graph_task())
-            self.seen.add(target)
-            if target >= 0:
-                traversal.take(self.targets[target], gradient)
+            self.seen.add(number)
+            if target is not None:
+                traversal.take(target, gradient)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
-            layer = self.targets[target].call.layer.name if target >= 0 else ""
-            self.tracker.faults.report(_PROBE, layer, error)
+            self.tracker.faults.report(_PROBE, "" if target is None else target.call.layer.name, error)
         finally:
             if traversal is not None:
                 traversal.collection_s += time.perf_counter() - started_s
@@ -326,11 +342,15 @@ class Traversal:
             part = self._parts[thread] = recipe.part(self.sample.ordinal, self.tally.fail)
         return part
 
-    def take(self, target: _Target, gradient: torch.Tensor) -> None:
-        """Measures the gradient of an output (autograd thread, hot path)."""
+    def take(self, target: _Target, gradient: torch.Tensor | None) -> None:
+        """Measures the gradient of an output, or says that it has none (autograd thread, hot path)."""
         part = self.part()
         self.tally.layer = target.call.layer.name
         try:
+            if gradient is None:
+                reason = Reason.NO_GRADIENT.value
+                take_absence(part, target.call, Signal.OUTPUT_GRADIENT, target.path, reason, target.output)
+                return
             take_tensor(part, target.call, Signal.OUTPUT_GRADIENT, target.path, gradient)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self.tally.fail(_PROBE, error)
@@ -376,8 +396,9 @@ class Traversal:
                 self.tally.fail(_PROBE, error)
         scale, provenance = self._scale()
         parts = list(self._parts.values())
-        for part in parts:
-            part.batch.seal()
+        with isolated("cpu"):
+            for part in parts:
+                part.batch.seal()
         self.collection_s += time.perf_counter() - started_s
         sample.finished(
             _Finished(
@@ -396,9 +417,7 @@ class Traversal:
 
     def _note_missing(self) -> None:
         """Notes the outputs that the first traversal did not reach."""
-        missing = [
-            target for index, target in enumerate(self.sample.targets) if index not in self.sample.seen
-        ]
+        missing = [target for number, target in self.sample.targets.items() if number not in self.sample.seen]
         for target in missing:
             take_absence(
                 self.part(),
@@ -423,7 +442,9 @@ class Traversal:
                 # Nothing was measured that it would stand beside.
                 return None, provenance
             batch = part.batch
-            with isolated(scale.device.type):
+            with unintercepted():
+                device_type = scale.device.type
+            with isolated(device_type):
                 return (batch, batch.add_scalar(scale)), provenance
         except Exception as error:  # noqa: BLE001 - nothing may leave a callback
             self.tally.fail("loss_scale", error)

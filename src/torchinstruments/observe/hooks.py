@@ -66,8 +66,8 @@ class _LayerObserver(Protocol):
 class _GradientObserver(Protocol):
     """Who measures the gradients of one sample."""
 
-    def arrived(self, target: int, gradient: torch.Tensor) -> None:
-        """Takes the gradient of a target; it never raises (autograd thread, hot path)."""
+    def arrived(self, number: int, gradient: torch.Tensor | None) -> None:
+        """Takes the gradient of a target, or that it has none; it never raises (autograd thread, hot path)."""
         ...
 
 
@@ -184,23 +184,23 @@ class GradientHook(_HookThatStays):
 
     Args:
         sample: Takes the gradient.
-        target: Which of its outputs this is.
+        number: Which of its outputs this is.
     """
 
-    __slots__ = ("_sample", "_target")
+    __slots__ = ("_number", "_sample")
 
     __torch_unserializable__ = True
     """Tells torch not to warn when the tensor is saved; the hook is left behind."""
 
-    def __init__(self, sample: _GradientObserver, target: int) -> None:
+    def __init__(self, sample: _GradientObserver, number: int) -> None:
         self._sample = sample
-        self._target = target
+        self._number = number
 
-    def __call__(self, gradient: torch.Tensor) -> None:
-        """Is called with the tensor's gradient (autograd thread, hot path)."""
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        """Is called with the tensor's gradient, None for an undefined one (autograd thread, hot path)."""
         if torch.compiler.is_compiling():
             return
-        self._sample.arrived(self._target, gradient)
+        self._sample.arrived(self._number, gradient)
 
 
 class ParameterHook(_HookThatStays):

@@ -39,6 +39,7 @@ from torchinstruments.observe.observation import (
     take_tensor,
 )
 from torchinstruments.records import GradSync, Reason, SampleState, Scope, Signal, Stage
+from torchinstruments.statistics.isolation import unintercepted
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -134,8 +135,10 @@ class ParameterGradients:
     def expect(self, call: Call, tally: Tally) -> None:
         """Watches for the gradients of a layer's own parameters (training thread, hot path)."""
         for name, parameter in _own_parameters(call):
-            # Of a frozen parameter nothing comes, and a model may have thousands of them.
-            if not parameter.requires_grad or not parameter.is_leaf:
+            with unintercepted():
+                # Of a frozen parameter nothing comes, and a model may have thousands of them.
+                may_come = parameter.requires_grad and parameter.is_leaf
+            if not may_come:
                 continue
             index = len(self.targets)
             target = self._target(call, name, parameter)
@@ -222,13 +225,15 @@ class ParameterGradients:
 
     def _hook(self, parameter: torch.Tensor, index: int) -> None:
         """Puts the hook of a target before those of the program, which may take the gradient away."""
-        handle = parameter.register_post_accumulate_grad_hook(ParameterHook(self, index))
+        with unintercepted():
+            handle = parameter.register_post_accumulate_grad_hook(ParameterHook(self, index))
         self._handles.append(handle)
         if self._is_withdrawn:
             # By another thread's forward, meanwhile.
             handle.remove()
             return
-        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        with unintercepted():
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         others = [key for key in hooks if key != handle.id]
         # The engine goes by the order of insertion alone. All in one call, so that no other thread's backward
         # can come upon a moment without them.
@@ -297,7 +302,8 @@ def take_gradient(part: Part, target: ParameterTarget, stage: Stage, tally: Tall
     """Measures the gradient of a parameter as it is now, or says that there is none (hot path)."""
     try:
         parameter = target.parameter()
-        gradient = None if parameter is None else parameter.grad
+        with unintercepted():
+            gradient = None if parameter is None else parameter.grad
         if parameter is None or gradient is None:
             _absent(part, target, stage, Reason.NO_GRADIENT.value)
             return

@@ -20,7 +20,15 @@ from torch._C import (
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["isolated"]
+__all__ = ["isolated", "unintercepted"]
+
+unintercepted = DisableTorchFunction
+"""A context for questions to a tensor, its device or whether it is a leaf, and for placing hooks.
+
+Function modes and ``__torch_function__`` of subclasses see each of these, and a program of the user's that
+counts or refuses some of them would notice the observer. Nothing is computed inside it, and no code of the
+user's is run.
+"""
 
 
 class isolated(AbstractContextManager[None]):  # noqa: N801 - reads as the verb it is, like torch.no_grad

@@ -12,10 +12,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from torchinstruments.observe import observation, probe
-from torchinstruments.records import SampleState
+from torchinstruments.records import SampleState, Signal
+from torchinstruments.statistics.histograms import histogram
 from unit.observe.memory import MemorySession, Recorder, observe, value
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - what a model may return
@@ -412,3 +415,69 @@ def test_layers_captured_into_a_graph_inside_a_forward_are_skipped_with_the_reas
         "3": "",
     }
     assert len(seen) == 4
+
+
+class Functions(TorchFunctionMode):
+    """Keeps the name of every function that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+class Operations(TorchDispatchMode):
+    """Keeps every operation that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Curious(torch.Tensor):
+    """Keeps the name of every function that is called with it."""
+
+    seen: list[str] = []  # noqa: RUF012 - of the class, for the results of operations have no state
+
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(getattr(func, "__name__", str(func)))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("kind", ["function mode", "dispatch mode", "subclass"])
+def test_who_watches_the_operations_of_a_model_does_not_see_the_observer(
+    session: MemorySession, kind: str
+) -> None:
+    """The same calls in the same order with all signals measured as without an observer."""
+
+    def watched() -> list[str]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+        if with_observer:
+            observe(model, session, signals=(*Signal,), histograms=(histogram(),), fingerprints=True)
+        x = torch.randn(3, 4)
+        if kind == "subclass":
+            Curious.seen.clear()
+            model(x.as_subclass(Curious)).sum().backward()
+            return list(Curious.seen)
+        mode = Functions() if kind == "function mode" else Operations()
+        with mode:
+            model(x).sum().backward()
+        return mode.seen
+
+    with_observer = False
+    alone = watched()
+    with_observer = True
+    assert watched() == alone
+    assert len(alone) > 4
+    assert {m.signal for s in session.samples() for m in s.measurements} == set(Signal)
