@@ -28,7 +28,7 @@ from torchinstruments.observe.parameters import (
 from torchinstruments.observe.session_protocol import ScaleSource
 from torchinstruments.records import GradSync, Position, Reason, ScaleProvenance, Signal, Stage
 from torchinstruments.statistics.batching import ScalarBatch
-from torchinstruments.statistics.isolation import isolated, unintercepted
+from torchinstruments.statistics.isolation import functions_off, isolated, unintercepted
 
 __all__ = ["ParameterTracker", "StepRelay"]
 
@@ -62,6 +62,7 @@ class ParameterTracker:
         self._scale = scale
         self._deliver = deliver
         self._latest: ParameterGradients | None = None
+        self._is_closed = False
         self._num_forwards = 0
         self._forwards_before: dict[int, int] = {}
 
@@ -88,13 +89,17 @@ class ParameterTracker:
             sharded=frozenset() if model is None else sharded_parameters(model),
             left_out=frozenset() if model is None else left_out_parameters(model),
         )
+        if self._is_closed:
+            # By another thread, meanwhile.
+            latest.withdraw()
         return latest
 
     def close(self) -> None:
-        """Takes the hooks out of the parameters and awaits nothing more (any thread)."""
-        latest, self._latest = self._latest, None
-        if latest is not None:
-            latest.withdraw()
+        """Takes the hooks out of the parameters and awaits nothing more. Idempotent (any thread)."""
+        self._is_closed = True
+        if self._latest is not None:
+            self._latest.withdraw()
+        self._latest = None
 
     def step_began(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """Takes that a step begins; it never raises (training or autograd thread, hot path)."""
@@ -146,7 +151,7 @@ class ParameterTracker:
         part = self._recipe.part(facts.ordinal, tally.fail)
         _add(part, latest, due, reason, tally)
         scale, provenance = self._scale_left(part, optimizer, tally)
-        with isolated("cpu"):
+        with functions_off(), isolated("cpu"):
             part.batch.seal()
         self._deliver(
             Delivery(
@@ -178,7 +183,7 @@ class ParameterTracker:
                 return None, provenance
             with unintercepted():
                 device_type = factor.device.type
-            with isolated(device_type):
+            with functions_off(), isolated(device_type):
                 return (part.batch, part.batch.add_scalar(factor)), provenance
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             tally.fail("loss_scale", error)

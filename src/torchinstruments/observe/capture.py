@@ -12,6 +12,7 @@ A call gets its ordinal when its output is seen, and where inputs are measured, 
 that calls itself the numbers differ by that.
 """
 
+import itertools
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchinstruments.observe.applied import ParameterTracker
@@ -28,7 +30,7 @@ from torchinstruments.observe.engine import is_in_backward
 from torchinstruments.observe.faults import Faults, Tally
 from torchinstruments.observe.fused import FusedRegion
 from torchinstruments.observe.gradients import GradientTracker, SampleGradients
-from torchinstruments.observe.hooks import LayerHook, LayerPreHook
+from torchinstruments.observe.hooks import LayerHook, LayerPreHook, take_out
 from torchinstruments.observe.intake import Intake
 from torchinstruments.observe.leaves import tensors_given, tensors_in
 from torchinstruments.observe.observation import (
@@ -51,12 +53,10 @@ from torchinstruments.records import (
     ScaleProvenance,
     Signal,
 )
-from torchinstruments.statistics.isolation import isolated, unintercepted
+from torchinstruments.statistics.isolation import functions_off, isolated, unintercepted
 
 if TYPE_CHECKING:
     from types import FrameType
-
-    from torch.utils.hooks import RemovableHandle
 
 __all__ = ["SampledForward"]
 
@@ -74,9 +74,8 @@ class _Progress:
         calls: Calls by index of the layer, those among them of which nothing could be seen.
         begun: Calls whose inputs were taken and whose outputs were not yet, innermost last.
         fired: Indices of the layers that were called, in the order of their first calls.
-        handles: Hooks on layers.
-        overrides: On layers, for direct forwards.
-        slots: On layers that must not have hooks.
+        hooks: On layers, each with its module.
+        slots: On layers that must not have hooks, and overrides of layers, for direct forwards.
         gradients: Those that may come.
         parameters: Those whose gradients may come.
         collection_s: Seconds that it took.
@@ -85,9 +84,8 @@ class _Progress:
     calls: dict[int, int] = field(default_factory=dict)
     begun: dict[int, list[Call]] = field(default_factory=dict)
     fired: dict[int, None] = field(default_factory=dict)
-    handles: "list[RemovableHandle]" = field(default_factory=list)
-    overrides: list[ForwardOverride] = field(default_factory=list)
-    slots: list[CallSlot] = field(default_factory=list)
+    hooks: dict[LayerHook | LayerPreHook, nn.Module] = field(default_factory=dict)
+    slots: dict[CallSlot | ForwardOverride, None] = field(default_factory=dict)
     gradients: SampleGradients | None = None
     parameters: ParameterGradients | None = None
     collection_s: float = 0.0
@@ -135,6 +133,7 @@ class SampledForward:
         self._part = tracker.recipe.part(ordinal, self._tally.fail)
         self._intake = Intake(self._part, self._signals, self._tally)
         self._progress = _Progress()
+        self._ends = itertools.count()
         self._is_over = False
 
     @property
@@ -167,8 +166,10 @@ class SampledForward:
                     self._watch(layer, thread, takes_hook=layer.index not in hookless)
                 if replicated is not None and id(layer.watched) not in replicated:
                     override = ForwardOverride(layer.watched, DirectLayer(self, layer, thread))
+                    self._progress.slots[override] = None
                     override.install(clean_copies=False)
-                    self._progress.overrides.append(override)
+                    if self._is_over:
+                        override.remove()
             except Exception as error:  # noqa: BLE001 - one layer may not cost the others
                 self._tally.layer = layer.name
                 self._tally.fail(_PROBE, error)
@@ -179,22 +180,32 @@ class SampledForward:
         self._progress.collection_s += time.perf_counter() - started_s
 
     def _watch(self, layer: Layer, thread: int, *, takes_hook: bool) -> None:
-        """Has the calls of a layer seen."""
+        """Has the calls of a layer seen.
+
+        What is placed is noted before, for an interrupt may come in between, and taken out again where
+        another thread has ended the forward meanwhile.
+        """
         if takes_hook:
             if Signal.INPUT in self._signals:
                 pre_hook = LayerPreHook(self, layer, thread)
-                self._progress.handles.append(
-                    layer.watched.register_forward_pre_hook(pre_hook, with_kwargs=True)
-                )
+                self._progress.hooks[pre_hook] = layer.watched
+                layer.watched.register_forward_pre_hook(pre_hook, with_kwargs=True)
+                if self._is_over:
+                    take_out(layer.watched, pre_hook)
             hook = LayerHook(self, layer, thread)
-            self._progress.handles.append(layer.watched.register_forward_hook(hook))
+            self._progress.hooks[hook] = layer.watched
+            layer.watched.register_forward_hook(hook)
+            if self._is_over:
+                take_out(layer.watched, hook)
         else:
             self._install(LayerSlot(layer.watched, self, thread, layer))
 
     def _install(self, slot: CallSlot) -> None:
         """Puts a slot into its module, to be taken out at the end."""
-        if slot.install():
-            self._progress.slots.append(slot)
+        self._progress.slots[slot] = None
+        slot.install()
+        if self._is_over:
+            slot.remove()
 
     def _take_parameters(self, compiled: frozenset[int]) -> None:
         """Measures the layers' parameters as the forward finds them, and has their gradients watched."""
@@ -275,7 +286,12 @@ class SampledForward:
             # Its slot is the permanent one, which saw the call before this forward began.
             if region.is_root:
                 self.region_ended(region, 0)
-        if isinstance(output, (Iterator, Coroutine, AsyncIterator)):
+        try:
+            runs_later = isinstance(output, (Iterator, Coroutine, AsyncIterator))
+        except Exception as error:  # noqa: BLE001 - an object of the user's may raise at any question
+            self._tally.fail(_PROBE, error)
+            return
+        if runs_later:
             detail = f"the model returned a {type(output).__name__}, which runs after its forward"
             waiting = [
                 layer
@@ -325,17 +341,17 @@ class SampledForward:
             grad_enabled=torch.is_grad_enabled(),
         )
 
-    def end(self, *, failed: bool) -> tuple[Delivery, SampleGradients | None] | None:
+    def end(self, *, failed: bool) -> tuple[Delivery, SampleGradients | None]:
         """Unhooks the layers and returns what was measured (training thread, hot path).
+
+        It is called by who was the first to claim its end.
 
         Args:
             failed: Whether the forward raised.
 
         Returns:
-            The forward's delivery, and the gradients that may still come; None if it had ended.
+            The forward's delivery, and the gradients that may still come.
         """
-        if self._is_over:
-            return None
         started_s = time.perf_counter()
         self.detach()
         gradients, self._progress.gradients = self._progress.gradients, None
@@ -348,7 +364,7 @@ class SampledForward:
                 parameters.withdraw()
             parameters.forward_ended(self.facts(), failed=failed)
         self._tally.layer = ""
-        with isolated("cpu"):
+        with functions_off(), isolated("cpu"):
             self._part.batch.seal()
         self._progress.collection_s += time.perf_counter() - started_s
         delivery = Delivery(
@@ -376,17 +392,23 @@ class SampledForward:
         )
 
     def detach(self) -> None:
-        """Removes the hooks (any thread). What is measured no more is not delivered either."""
+        """Removes the hooks (any thread). What is measured no more is not delivered either.
+
+        Nothing is forgotten before it was removed: after an interrupt this can be called again.
+        """
         self._is_over = True
-        for handle in self._progress.handles:
-            handle.remove()
-        self._progress.handles.clear()
-        for override in self._progress.overrides:
-            override.remove()
-        self._progress.overrides.clear()
-        for slot in reversed(self._progress.slots):
-            slot.remove()
-        self._progress.slots.clear()
+        hooks, slots = self._progress.hooks, self._progress.slots
+        while hooks or slots:
+            for hook, module in list(hooks.items()):
+                take_out(module, hook)
+                hooks.pop(hook, None)
+            for slot in reversed(list(slots)):
+                slot.remove()
+                slots.pop(slot, None)
+
+    def claim_end(self) -> bool:
+        """Returns whether the caller is the first who ends it, and tells what became of it (any thread)."""
+        return next(self._ends) == 0
 
     def _measure(self, layer: Layer, output: object) -> None:
         """Measures all tensors of one output."""

@@ -24,7 +24,7 @@ import torch
 
 from torchinstruments.observe.engine import call_at_end_of_backward, graph_task, is_capturing_graph
 from torchinstruments.observe.faults import Faults, Tally
-from torchinstruments.observe.hooks import GradientHook
+from torchinstruments.observe.hooks import GradientHook, take_out
 from torchinstruments.observe.leaves import gradient_path
 from torchinstruments.observe.observation import (
     Call,
@@ -41,7 +41,7 @@ from torchinstruments.observe.observation import (
 from torchinstruments.observe.session_protocol import ScaleSource
 from torchinstruments.records import Reason, SampleState, ScaleProvenance, Signal
 from torchinstruments.statistics.batching import ScalarBatch
-from torchinstruments.statistics.isolation import isolated, unintercepted
+from torchinstruments.statistics.isolation import functions_off, isolated, unintercepted
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -93,7 +93,8 @@ class GradientTracker:
         self.backward_ended = backward_ended
         self.running: dict[int, Traversal] = {}
         """Traversals that have begun, by graph task."""
-        self.leaf_handles: list[RemovableHandle] = []
+        self.is_closed = False
+        self._leaf_handles: dict[RemovableHandle, None] = {}
         self._samples: deque[weakref.ref[SampleGradients]] = deque()
 
     def sample(self, ordinal: int, listener: BackwardListener | None = None) -> "SampleGradients":
@@ -119,6 +120,9 @@ class GradientTracker:
                     ),
                 )
         self._samples.append(weakref.ref(sample))
+        if self.is_closed:
+            # By another thread, meanwhile.
+            sample.close()
         return sample
 
     def root_started(self) -> None:
@@ -126,8 +130,7 @@ class GradientTracker:
 
         A hook on a leaf tensor, a parameter say, outlives every graph; it counts only until the next forward.
         """
-        if self.leaf_handles:
-            self._release_leaves()
+        self._release_leaves()
         if self.running:
             thread = threading.get_ident()
             for traversal in list(self.running.values()):
@@ -135,7 +138,8 @@ class GradientTracker:
                     traversal.finish(failed=True)
 
     def close(self) -> None:
-        """Lets no hook do anything any more (any thread)."""
+        """Lets no hook do anything any more, for good. Idempotent (any thread)."""
+        self.is_closed = True
         for reference in list(self._samples):
             sample = reference()
             if sample is not None:
@@ -144,11 +148,19 @@ class GradientTracker:
         self.running.clear()
         self._release_leaves()
 
+    def keep_leaf(self, handle: "RemovableHandle") -> None:
+        """Takes the hook on a leaf tensor, to be removed at the next forward (training thread)."""
+        self._leaf_handles[handle] = None
+        if self.is_closed:
+            # By another thread, meanwhile.
+            self._release_leaves()
+
     def _release_leaves(self) -> None:
         """Removes the hooks on leaf tensors."""
-        for handle in self.leaf_handles:
-            handle.remove()
-        self.leaf_handles.clear()
+        while self._leaf_handles:
+            for handle in list(self._leaf_handles):
+                handle.remove()
+                self._leaf_handles.pop(handle, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,13 +230,15 @@ class SampleGradients:
             is_view = tensor._is_view()  # noqa: SLF001 - its only name
             # A number is given once: of a hook that was placed while its target was not, nothing is taken.
             self.targets[number] = _Target(call, gradient_path(path), output, is_view)
+            hook = GradientHook(self, number)
             try:
                 # As an output it is taken now: an in-place operation would move its hook to another version.
-                handle = tensor.register_hook(GradientHook(self, number))
+                handle = tensor.register_hook(hook)
                 if tensor.is_leaf:
-                    self.tracker.leaf_handles.append(handle)
+                    self.tracker.keep_leaf(handle)
             except BaseException:
-                del self.targets[number]
+                self.targets.pop(number, None)
+                take_out(tensor, hook)
                 raise
 
     def watch(self, tensor: torch.Tensor) -> None:
@@ -396,7 +410,7 @@ class Traversal:
                 self.tally.fail(_PROBE, error)
         scale, provenance = self._scale()
         parts = list(self._parts.values())
-        with isolated("cpu"):
+        with functions_off(), isolated("cpu"):
             for part in parts:
                 part.batch.seal()
         self.collection_s += time.perf_counter() - started_s
@@ -444,7 +458,7 @@ class Traversal:
             batch = part.batch
             with unintercepted():
                 device_type = scale.device.type
-            with isolated(device_type):
+            with functions_off(), isolated(device_type):
                 return (batch, batch.add_scalar(scale)), provenance
         except Exception as error:  # noqa: BLE001 - nothing may leave a callback
             self.tally.fail("loss_scale", error)

@@ -12,6 +12,7 @@ it on the way, by a function that is run and not traced (`engine.run_while_trace
 import contextlib
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from torchinstruments.observe.selection import Layer
+from torchinstruments.statistics.isolation import unintercepted
 
 __all__ = [
     "GradientHook",
@@ -28,6 +30,8 @@ __all__ = [
     "RootPostHook",
     "RootPreHook",
     "do_nothing",
+    "move_to_end",
+    "take_out",
 ]
 
 
@@ -67,7 +71,7 @@ class _GradientObserver(Protocol):
     """Who measures the gradients of one sample."""
 
     def arrived(self, number: int, gradient: torch.Tensor | None) -> None:
-        """Takes the gradient of a target, or that it has none; it never raises (autograd thread, hot path)."""
+        """Takes a target's gradient, or that it has none; it never raises (autograd thread, hot path)."""
         ...
 
 
@@ -93,6 +97,54 @@ class _HookThatStays:
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         # From the standard library alone: it takes any arguments and returns None.
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+_OF_MODULES = {
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+}
+"""What a module holds its hooks in, and what else it notes of them."""
+
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""What a tensor holds its hooks in; None where it has none."""
+
+
+def take_out(place: nn.Module | torch.Tensor, hook: object) -> None:
+    """Removes a hook, whether it is there or not (any thread).
+
+    A hook is found by itself and not by the handle that placing it returns: an interrupt may come between
+    the two, and so whoever places hooks notes them first.
+
+    Args:
+        place: Module or tensor where it may be.
+        hook: The hook.
+    """
+    if isinstance(place, nn.Module):
+        own = vars(place)
+        for kind, marks in _OF_MODULES.items():
+            for key in _keys_of(own[kind], hook):
+                own[kind].pop(key, None)
+                for mark in marks:
+                    own[mark].pop(key, None)
+        return
+    with unintercepted():
+        for kind in _OF_TENSORS:
+            held: dict[int, object] = getattr(place, kind, None) or {}
+            for key in _keys_of(held, hook):
+                held.pop(key, None)
+
+
+def move_to_end(module: nn.Module, hook: object) -> None:
+    """Puts a forward hook behind those of tools that came later (training thread, hot path)."""
+    held = module._forward_hooks  # noqa: SLF001 - has no public order
+    if isinstance(held, OrderedDict):
+        for key in _keys_of(held, hook):
+            held.move_to_end(key)
+
+
+def _keys_of(held: Mapping[int, object], hook: object) -> list[int]:
+    """Returns under which keys a hook is held."""
+    return [key for key, found in list(held.items()) if found is hook]
 
 
 class RootPreHook(_HookThatStays):

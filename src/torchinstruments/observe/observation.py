@@ -32,7 +32,7 @@ from torchinstruments.statistics.admission import admit
 from torchinstruments.statistics.batching import ScalarBatch
 from torchinstruments.statistics.contract import Reducer, known_metrics, reducer_name
 from torchinstruments.statistics.histograms import HistogramReducer, absent_histogram, due_histograms
-from torchinstruments.statistics.isolation import isolated, unintercepted
+from torchinstruments.statistics.isolation import functions_off, isolated, unintercepted
 
 __all__ = [
     "DEFAULT_SIGNALS",
@@ -331,7 +331,7 @@ def _look(part: Part | None, call: Call, signal: Signal, path: str, tensor: torc
     in_focus = part is not None and call.layer.index in part.focus
     with unintercepted():
         device = tensor.device
-    with isolated(device.type):
+    with functions_off(), isolated(device.type):
         # What is computed while a graph is captured would become part of the graph.
         admitted = Absent(Reason.GRAPH_CAPTURE.value) if is_capturing_graph() else admit(tensor)
         if isinstance(admitted, Absent):

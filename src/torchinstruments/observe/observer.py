@@ -82,6 +82,9 @@ class Observer:
         """
         if self._is_closed:
             return True
+        if self._probe is not None:
+            # First of all, so that an interrupt in here leaves an observer that can still be closed.
+            self._probe.detach()
         self._is_closed = True
         registry.strike(self)
         if self._probe is None:

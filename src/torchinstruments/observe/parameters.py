@@ -17,7 +17,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -27,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from torchinstruments.observe.engine import graph_task
 from torchinstruments.observe.faults import Tally
 from torchinstruments.observe.gradients import SampleGradients, Traversal
-from torchinstruments.observe.hooks import ParameterHook
+from torchinstruments.observe.hooks import ParameterHook, take_out
 from torchinstruments.observe.observation import (
     Call,
     Observation,
@@ -40,9 +39,6 @@ from torchinstruments.observe.observation import (
 )
 from torchinstruments.records import GradSync, Reason, SampleState, Scope, Signal, Stage
 from torchinstruments.statistics.isolation import unintercepted
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "ParameterGradients",
@@ -119,7 +115,7 @@ class ParameterGradients:
         self._sample: weakref.ref[SampleGradients] | None = None
         self._alike: dict[int, list[int]] = {}
         self._first: dict[int, int] = {}
-        self._handles: list[RemovableHandle] = []
+        self._hooks: dict[ParameterHook, weakref.ref[torch.Tensor]] = {}
         self._came: dict[int, dict[int, tuple[Part, int]]] = {}
         self._is_withdrawn = False
 
@@ -165,10 +161,14 @@ class ParameterGradients:
     def withdraw(self) -> None:
         """Takes the hooks out of the parameters. Idempotent (any thread)."""
         self._is_withdrawn = True
-        handles = self._handles
-        self._handles = []
-        for handle in handles:
-            handle.remove()
+        hooks = self._hooks
+        while hooks:
+            for hook, reference in list(hooks.items()):
+                # It is forgotten after it was taken out, since an interrupt may come between the two.
+                parameter = reference()
+                if parameter is not None:
+                    take_out(parameter, hook)
+                hooks.pop(hook, None)
 
     def accumulated(self, target: int) -> None:
         """Measures a gradient that was just added to; it never raises (autograd thread, hot path)."""
@@ -225,12 +225,13 @@ class ParameterGradients:
 
     def _hook(self, parameter: torch.Tensor, index: int) -> None:
         """Puts the hook of a target before those of the program, which may take the gradient away."""
+        hook = ParameterHook(self, index)
+        self._hooks[hook] = weakref.ref(parameter)
         with unintercepted():
-            handle = parameter.register_post_accumulate_grad_hook(ParameterHook(self, index))
-        self._handles.append(handle)
+            handle = parameter.register_post_accumulate_grad_hook(hook)
         if self._is_withdrawn:
             # By another thread's forward, meanwhile.
-            handle.remove()
+            take_out(parameter, hook)
             return
         with unintercepted():
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}

@@ -17,7 +17,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -42,7 +41,7 @@ from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.fingerprints import Fingerprinter
 from torchinstruments.observe.fused import may_be_fused
 from torchinstruments.observe.gradients import GradientTracker
-from torchinstruments.observe.hooks import RootPostHook, RootPreHook
+from torchinstruments.observe.hooks import RootPostHook, RootPreHook, move_to_end, take_out
 from torchinstruments.observe.layers import ObservedLayers
 from torchinstruments.observe.observation import DEFAULT_SIGNALS, Delivery, Recipe, SampleFacts
 from torchinstruments.observe.sampling import SamplingEvent, SamplingPolicy, is_own
@@ -57,9 +56,6 @@ from torchinstruments.records import GradSync, Position, SampleState, ScaleProve
 from torchinstruments.statistics.foreign import foreign_code
 from torchinstruments.statistics.histograms import HistogramReducer
 from torchinstruments.statistics.reducers import Reducer
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 __all__ = ["RootProbe", "refuse_scripted"]
 
@@ -150,7 +146,8 @@ class RootProbe:
         self._override: ForwardOverride | None = None
         self._replicated: frozenset[int] | None = replicated(model) if capture_direct_forwards else None
         self._fingerprinter = Fingerprinter(faults) if fingerprints else None
-        self._handles: list[RemovableHandle] = []
+        self._pre_hook = RootPreHook(self)
+        self._post_hook = RootPostHook(self)
         self._slot: RootSlot | None = None
         self._finalizer: weakref.finalize[..., RootProbe] | None = None
         self._calls = RunningCalls(self._give_up)
@@ -184,11 +181,8 @@ class RootProbe:
                 self._slot.install()
             else:
                 # First of the pre-hooks and last of the hooks: what the model returns is what is measured.
-                pre_hook = RootPreHook(self)
-                self._handles.append(
-                    model.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=self._takes_input)
-                )
-                self._handles.append(model.register_forward_hook(RootPostHook(self), always_call=True))
+                model.register_forward_pre_hook(self._pre_hook, prepend=True, with_kwargs=self._takes_input)
+                model.register_forward_hook(self._post_hook, always_call=True)
             if self._captures_direct_forwards:
                 self._override = ForwardOverride(model, DirectRoot(self))
                 self._override.install(clean_copies=True)
@@ -205,36 +199,34 @@ class RootProbe:
         report_out_of_reach(model, self._layers, self._selector_errors, self.faults)
         self._bypass.arm(inside_compiled(model))
 
-    def detach(self) -> list[SampledForward]:
+    def detach(self) -> None:
         """Takes every hook out of the model; gradients that are on their way are dropped. Idempotent.
 
-        Returns:
-            The samples whose forwards this cut off.
+        Nothing is forgotten before it was removed: after an interrupt this can be called again.
         """
         self._is_armed = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        model = self._model()
+        if model is not None:
+            take_out(model, self._pre_hook)
+            take_out(model, self._post_hook)
         if self._slot is not None:
             self._slot.remove()
-            self._slot = None
         if self._override is not None:
             self._override.remove()
-            self._override = None
+        _detach_all(self._companions, self._bypass)
         if self._finalizer is not None:
             self._finalizer.detach()
-        _detach_all(self._companions, self._bypass)
-        cut_off = self._calls.drop()
+        self._calls.drop()
         self._close_gradients()
-        return cut_off
 
     def finish(self) -> None:
         """Detaches and leaves what is still to be told with the session (training thread). Idempotent."""
+        self.detach()
         if self._is_finished:
             return
         self._is_finished = True
-        for sampled in self.detach():
-            self._miss(sampled.facts())
+        while self._calls.cut_off:
+            self._miss(self._calls.cut_off.pop().facts())
             self.faults.notice(
                 "forward",
                 "",
@@ -346,7 +338,8 @@ class RootProbe:
             return False
         call = self._calls.current()
         if call is not None:
-            if num_calls(module) > 1:
+            # At a depth of 0 its end was interrupted, or a signal handler calls the model in it.
+            if call.depth > 0 and num_calls(module) > 1:
                 call.depth += 1
                 return False
             self._calls.abandon()
@@ -368,14 +361,16 @@ class RootProbe:
             return
         try:
             failed = call.has_failed()
-            if call.sampled is not None and self._root_layer is not None and not failed:
-                call.sampled.observe(self._root_layer, output)
-            call.depth -= 1
-            if call.depth == 0:
-                self._calls.end()
+            try:
                 if call.sampled is not None and not failed:
-                    call.sampled.returned(output)
-                self._end(call, failed=failed)
+                    if self._root_layer is not None:
+                        call.sampled.observe(self._root_layer, output)
+                    if call.depth == 1:
+                        call.sampled.returned(output)
+            finally:
+                call.depth -= 1
+                if call.depth == 0:
+                    self._end(call, failed=failed)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self.faults.report("forward", "", error)
 
@@ -394,8 +389,12 @@ class RootProbe:
         grad_sync = read_grad_sync(module, grad_enabled, self.session.world_size)
         call = RootCall(grad_sync, sys.exception(), position)
         self._calls.begin(call)
-        if self._is_chosen(position, started_us):
-            self._sample(call, module, position, started_us)
+        try:
+            if self._is_chosen(position, started_us):
+                self._sample(call, module, position, started_us)
+        finally:
+            if not self._is_armed:
+                self._cut_off(call)
 
     def _begin(self) -> bool:
         """Returns whether this rank observes, which the first call settles (training thread, hot path)."""
@@ -440,7 +439,8 @@ class RootProbe:
         ordinal = next(self._ordinals)
         self._refresh()
         layers = self._layers.current
-        if is_capturing_graph():
+        # The sampler itself may have removed the observer.
+        if is_capturing_graph() or not self._is_armed:
             self._miss(SampleFacts(ordinal, position, started_us, call.grad_sync, len(layers), 0))
             return
         self._take_fingerprints(position)
@@ -456,12 +456,18 @@ class RootProbe:
             parameters=self._parameters,
         )
         call.sampled = sampled
-        if self._root_layer is not None and self._handles:
-            # Behind the hooks of tools that came later.
-            hooks, own = module._forward_hooks, self._handles[1].id  # noqa: SLF001 - has no public order
-            hooks[own] = hooks.pop(own)
+        if self._root_layer is not None:
+            move_to_end(module, self._post_hook)
         call.compiled = inside_compiled(module)
         sampled.attach(call.compiled, self._replicated)
+
+    def _cut_off(self, call: RootCall) -> None:
+        """Ends a call during whose begin the observer was removed, by the sampler or by another thread."""
+        self._calls.end()
+        if call.sampled is not None:
+            call.sampled.detach()
+            if call.sampled.claim_end():
+                self._miss(call.sampled.facts())
 
     def _take_fingerprints(self, position: Position) -> None:
         """Leaves the fingerprints of an attempt with the session, once (training thread, hot path)."""
@@ -493,23 +499,34 @@ class RootProbe:
             self.tell_catalog()
 
     def _end(self, call: RootCall, *, failed: bool) -> None:
-        """Takes the end of the outermost call."""
-        self._attempts.forward_ended(call.grad_sync, call.position)
-        if call.sampled is not None:
-            self._end_sample(call.sampled, failed=failed)
-            if self._is_armed:
+        """Takes the end of the outermost call; the next one ends it where an interrupt or error cuts in."""
+        try:
+            self._attempts.forward_ended(call.grad_sync, call.position)
+        finally:
+            if call.sampled is not None:
+                self._end_sample(call.sampled, failed=failed)
+            self._calls.end()
+            if call.sampled is not None:
                 self._bypass.arm(call.compiled)
 
     def _end_sample(self, sampled: SampledForward, *, failed: bool) -> None:
-        """Hands over what a sampled forward brought."""
-        ended = sampled.end(failed=failed)
-        if ended is None:
-            return
-        delivery, gradients = ended
-        self._counts.add(samples=1)
-        self._deliver(delivery)
-        if gradients is not None:
-            gradients.forward_ended(delivery.facts)
+        """Hands over what a sampled forward brought, or that it is lost, where something raises."""
+        is_delivered = False
+        try:
+            if not sampled.claim_end():
+                sampled.detach()
+                return
+            delivery, gradients = sampled.end(failed=failed)
+            self._counts.add(samples=1)
+            is_delivered = True
+            self._deliver(delivery)
+            if gradients is not None:
+                gradients.forward_ended(delivery.facts)
+        except BaseException:
+            sampled.detach()
+            if not is_delivered:
+                self._miss(sampled.facts())
+            raise
         if self._layers.catalog.fired(sampled.order, time.monotonic()):
             self.tell_catalog()
 
@@ -570,6 +587,6 @@ def refuse_scripted(model: nn.Module) -> None:
 
 def _detach_all(companions: Sequence[Companion], bypass: Bypass) -> None:
     """Detaches what was attached with a probe."""
-    bypass.disarm()
+    bypass.close()
     for companion in companions:
         companion.detach()

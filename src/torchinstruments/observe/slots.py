@@ -88,6 +88,10 @@ class CallSlot:
         module = self._module()
         if module is None or not is_slot_free(module):
             return False
+        if module.__dict__.get(_SLOT) is self:
+            # Another time: it must not stand over itself.
+            self.is_removed = False
+            return True
         self._previous = module.__dict__.get(_SLOT)
         self.is_removed = False
         module.__dict__[_SLOT] = self
@@ -101,7 +105,7 @@ class CallSlot:
             return
         previous = self._below()
         if previous is None:
-            del module.__dict__[_SLOT]
+            module.__dict__.pop(_SLOT, None)
         else:
             module.__dict__[_SLOT] = previous
 
