@@ -28,7 +28,7 @@ from torchinstruments.enrolment import (
 from torchinstruments.errors import ConfigurationError, TorchInstrumentsError
 from torchinstruments.observe.aligned import AlignedSampler
 from torchinstruments.observe.emptiness import likely_reason
-from torchinstruments.observe.unseen import TRACING
+from torchinstruments.observe.unseen import CHECKPOINTED, TRACING
 from torchinstruments.ranks.identity import configured_run_id, discover, world_of_one
 from torchinstruments.ranks.rendezvous import Agreement
 from torchinstruments.ranks.timetable import ScheduleThread, schedule
@@ -285,6 +285,7 @@ class RunSession:
                 forwards=counted.forwards,
                 elapsed_s=elapsed_s,
                 traced=counted.errors.get(TRACING, 0),
+                checkpointed=counted.errors.get(CHECKPOINTED, 0),
                 agreeing_s=0.0 if self._schedule is None else self._schedule.agreeing_s,
             )
             self._warn("empty", f"the run has no sample: {reason}")

@@ -64,7 +64,8 @@ class CallSentry(CallSlot):
         self, module: nn.Module, caller: "FrameType | None", args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Runs the call (training thread, hot path)."""
-        self._tell(self._name, caller)
+        if not self._is_copy(module):
+            self._tell(self._name, caller)
         return self._run_below(module, caller, args, kwargs)
 
 

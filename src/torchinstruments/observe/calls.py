@@ -21,6 +21,7 @@ class RootCall:
         position: Where it stands among the steps.
         depth: Calls of the root that are on the stack, this one included.
         sampled: Measures it, where it was chosen.
+        is_checkpointed: Whether it runs as a whole inside reentrant activation checkpointing.
         compiled: Ids of modules inside compiled code, where it was chosen.
     """
 
@@ -29,6 +30,7 @@ class RootCall:
     position: Position | None = None
     depth: int = 1
     sampled: SampledForward | None = None
+    is_checkpointed: bool = False
     compiled: frozenset[int] = frozenset()
 
     def has_failed(self) -> bool:

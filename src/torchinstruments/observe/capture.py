@@ -13,21 +13,18 @@ that calls itself the numbers differ by that.
 """
 
 import itertools
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointFunction
 
 from torchinstruments.observe.applied import ParameterTracker
 from torchinstruments.observe.direct import DirectLayer, ForwardOverride
 from torchinstruments.observe.engine import is_in_backward
-from torchinstruments.observe.faults import Faults, Tally
+from torchinstruments.observe.faults import Faults, Tally, too_deep
 from torchinstruments.observe.fused import FusedRegion
 from torchinstruments.observe.gradients import GradientTracker, SampleGradients
 from torchinstruments.observe.hooks import LayerHook, LayerPreHook, take_out
@@ -41,9 +38,10 @@ from torchinstruments.observe.observation import (
     error_reason,
     note_tensor,
 )
-from torchinstruments.observe.parameters import ParameterGradients, take_parameters
+from torchinstruments.observe.parameters import ParameterGradients, lack_gradients, take_parameters
 from torchinstruments.observe.selection import Layer
 from torchinstruments.observe.slots import CallSlot, LayerSlot, RegionSlot
+from torchinstruments.observe.stack import is_in_reentrant_checkpoint
 from torchinstruments.records import (
     Execution,
     GradSync,
@@ -54,9 +52,6 @@ from torchinstruments.records import (
     Signal,
 )
 from torchinstruments.statistics.isolation import functions_off, isolated, unintercepted
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 __all__ = ["SampledForward"]
 
@@ -104,6 +99,7 @@ class SampledForward:
         started_at_us: When it began: microseconds since the epoch, UTC.
         grad_sync: As latched at its start.
         parameters: Watches parameters' gradients; None where they are not asked for.
+        is_checkpointed: Whether the whole forward runs inside reentrant activation checkpointing.
     """
 
     def __init__(
@@ -118,6 +114,7 @@ class SampledForward:
         started_at_us: int,
         grad_sync: GradSync,
         parameters: ParameterTracker | None = None,
+        is_checkpointed: bool = False,
     ) -> None:
         self._layers = layers
         self._regions = regions
@@ -128,12 +125,15 @@ class SampledForward:
         self._started_at_us = started_at_us
         self._grad_sync = grad_sync
         self._parameters = parameters
+        self._is_checkpointed = is_checkpointed
         self._signals = tracker.recipe.signals
         self._follows_outputs = not self._signals.isdisjoint(_OF_OUTPUTS)
         self._part = tracker.recipe.part(ordinal, self._tally.fail)
         self._intake = Intake(self._part, self._signals, self._tally)
         self._progress = _Progress()
         self._ends = itertools.count()
+        self.num_too_deep = 0
+        """Hooks of it that the stack had no room for."""
         self._is_over = False
 
     @property
@@ -219,7 +219,11 @@ class SampledForward:
             call = self._unseen_call(layer, execution)
             if Signal.PARAMETER in wanted and self._intake.has_room():
                 take_parameters(self._part, call, self._tally)
-            if self._parameters is not None and self._position.grad_enabled:
+            if self._parameters is None:
+                continue
+            if self._is_checkpointed:
+                lack_gradients(self._part, call, Reason.REENTRANT_CHECKPOINT.value)
+            elif self._position.grad_enabled:
                 if self._progress.parameters is None:
                     self._progress.parameters = self._parameters.sampled(self._position, self._grad_sync)
                 self._progress.parameters.expect(call, self._tally)
@@ -364,6 +368,8 @@ class SampledForward:
                 parameters.withdraw()
             parameters.forward_ended(self.facts(), failed=failed)
         self._tally.layer = ""
+        if self.num_too_deep:
+            self._tally.fail(_PROBE, too_deep(self.num_too_deep))
         with functions_off(), isolated("cpu"):
             self._part.batch.seal()
         self._progress.collection_s += time.perf_counter() - started_s
@@ -449,10 +455,9 @@ class SampledForward:
             elif self._progress.parameters is not None and not tensor.is_leaf:
                 self._gradients().watch(tensor)
         elif (
-            self._position.grad_enabled
-            and not call.grad_enabled
+            not call.grad_enabled
             and (tensor.is_floating_point() or tensor.is_complex())
-            and _is_in_reentrant_checkpoint()
+            and (self._is_checkpointed or (self._position.grad_enabled and is_in_reentrant_checkpoint()))
         ):
             reason = Reason.REENTRANT_CHECKPOINT.value
             self._intake.lack_gradient(call, path, reason, output)
@@ -478,16 +483,3 @@ class SampledForward:
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self._tally.fail("loss_scale", error)
             return ScaleProvenance.UNKNOWN
-
-
-def _is_in_reentrant_checkpoint() -> bool:
-    """Returns whether the caller runs inside the forward of reentrant activation checkpointing.
-
-    There gradients are off, and the outputs that belong to the graph are made anew in the backward.
-    """
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - nothing else tells
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            return True
-        frame = frame.f_back
-    return False

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from torchinstruments.observe.engine import call_at_end_of_backward, graph_task, is_capturing_graph
-from torchinstruments.observe.faults import Faults, Tally
+from torchinstruments.observe.faults import Faults, Tally, too_deep
 from torchinstruments.observe.hooks import GradientHook, take_out
 from torchinstruments.observe.leaves import gradient_path
 from torchinstruments.observe.observation import (
@@ -209,6 +209,8 @@ class SampleGradients:
         self.targets: dict[int, _Target] = {}
         self.seen: set[int] = set()
         self.closed = False
+        self.num_too_deep = 0
+        """Hooks of it that the stack had no room for."""
         self._num_watched = 0
         self._numbers = itertools.count()
         self._facts: SampleFacts | None = None
@@ -408,6 +410,10 @@ class Traversal:
                 sample.listener.backward_ended(self)
             except Exception as error:  # noqa: BLE001 - the gradients of outputs are delivered all the same
                 self.tally.fail(_PROBE, error)
+        if sample.num_too_deep:
+            self.tally.layer = ""
+            self.tally.fail(_PROBE, too_deep(sample.num_too_deep))
+            sample.num_too_deep = 0
         scale, provenance = self._scale()
         parts = list(self._parts.values())
         with functions_off(), isolated("cpu"):

@@ -7,6 +7,11 @@ is a callable that does nothing, and a pickle of one needs this package no more 
 Each returns at once while a compiler traces it. That test stands in ``__call__`` itself, before anything else
 is touched, so that a traced hook is an empty one. Where ``torch.export`` traces, the root's pre-hook tells of
 it on the way, by a function that is run and not traced (`engine.run_while_traced`).
+
+A shallow copy of a module has the very dictionaries of the module, and so its hooks. They leave it alone.
+
+Deep in a recursion of the program there may be no room for what a hook does, nor for the report of that. It
+is only counted then, where whoever the hook belongs to finds it.
 """
 
 import contextlib
@@ -20,6 +25,7 @@ import torch
 from torch import nn
 
 from torchinstruments.observe.selection import Layer
+from torchinstruments.observe.stack import is_copy
 from torchinstruments.statistics.isolation import unintercepted
 
 __all__ = [
@@ -35,8 +41,17 @@ __all__ = [
 ]
 
 
-class _RootObserver(Protocol):
+class _Counting(Protocol):
+    """Who is told of hooks that did nothing, since the stack had no room."""
+
+    num_too_deep: int
+
+
+class _RootObserver(_Counting, Protocol):
     """Who sees the calls of the attached model."""
+
+    raised: int
+    """The id of the exception that it raises on purpose, 0 where it does not."""
 
     def root_started(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Takes the begin of a call (training thread, hot path)."""
@@ -55,7 +70,7 @@ def do_nothing(*_args: object) -> None:
     """Stands where a copied hook would stand."""
 
 
-class _LayerObserver(Protocol):
+class _LayerObserver(_Counting, Protocol):
     """Who measures the inputs and outputs of layers during one forward."""
 
     def receive(self, layer: Layer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
@@ -67,7 +82,7 @@ class _LayerObserver(Protocol):
         ...
 
 
-class _GradientObserver(Protocol):
+class _GradientObserver(_Counting, Protocol):
     """Who measures the gradients of one sample."""
 
     def arrived(self, number: int, gradient: torch.Tensor | None) -> None:
@@ -75,7 +90,7 @@ class _GradientObserver(Protocol):
         ...
 
 
-class _ParameterObserver(Protocol):
+class _ParameterObserver(_Counting, Protocol):
     """Who measures the gradients of parameters."""
 
     def accumulated(self, target: int) -> None:
@@ -148,12 +163,18 @@ def _keys_of(held: Mapping[int, object], hook: object) -> list[int]:
 
 
 class RootPreHook(_HookThatStays):
-    """Permanent forward pre-hook of the attached model."""
+    """Permanent forward pre-hook of the attached model.
 
-    __slots__ = ("_observer",)
+    Args:
+        observer: Told of its calls.
+        model: The model; held weakly.
+    """
 
-    def __init__(self, observer: _RootObserver) -> None:
+    __slots__ = ("_model", "_observer")
+
+    def __init__(self, observer: _RootObserver, model: nn.Module) -> None:
         self._observer = observer
+        self._model = weakref.ref(model)
 
     def __call__(
         self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object] | None = None
@@ -163,22 +184,38 @@ class RootPreHook(_HookThatStays):
             if torch.compiler.is_exporting():
                 self._observer.root_exported()
             return
-        self._observer.root_started(module, args, kwargs or {})
+        try:
+            if not is_copy(module, self._model()):
+                self._observer.root_started(module, args, kwargs or {})
+        except RecursionError as error:
+            if id(error) == self._observer.raised:
+                raise
+            self._observer.num_too_deep += 1
 
 
 class RootPostHook(_HookThatStays):
-    """Permanent forward hook of the attached model, called after an exception too."""
+    """Permanent forward hook of the attached model, called after an exception too.
 
-    __slots__ = ("_observer",)
+    Args:
+        observer: Told of its calls.
+        model: The model; held weakly.
+    """
 
-    def __init__(self, observer: _RootObserver) -> None:
+    __slots__ = ("_model", "_observer")
+
+    def __init__(self, observer: _RootObserver, model: nn.Module) -> None:
         self._observer = observer
+        self._model = weakref.ref(model)
 
-    def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
+    def __call__(self, module: nn.Module, _args: object, output: object) -> None:
         """Is called after the model's forward (training thread, hot path)."""
         if torch.compiler.is_compiling():
             return
-        self._observer.root_ended(output)
+        try:
+            if not is_copy(module, self._model()):
+                self._observer.root_ended(output)
+        except RecursionError:
+            self._observer.num_too_deep += 1
 
 
 class LayerPreHook(_HookThatStays):
@@ -198,13 +235,16 @@ class LayerPreHook(_HookThatStays):
         self._thread = thread
 
     def __call__(
-        self, _module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object] | None = None
+        self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object] | None = None
     ) -> None:
         """Is called before the layer's forward (training thread, hot path)."""
-        if torch.compiler.is_compiling():
-            return
-        if threading.get_ident() == self._thread:
-            self._forward.receive(self._layer, args, kwargs or {})
+        try:
+            if torch.compiler.is_compiling():
+                return
+            if threading.get_ident() == self._thread and not is_copy(module, self._layer.watched):
+                self._forward.receive(self._layer, args, kwargs or {})
+        except RecursionError:
+            self._forward.num_too_deep += 1
 
 
 class LayerHook(_HookThatStays):
@@ -223,12 +263,15 @@ class LayerHook(_HookThatStays):
         self._layer = layer
         self._thread = thread
 
-    def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
+    def __call__(self, module: nn.Module, _args: object, output: object) -> None:
         """Is called after the layer's forward (training thread, hot path)."""
-        if torch.compiler.is_compiling():
-            return
-        if threading.get_ident() == self._thread:
-            self._forward.observe(self._layer, output)
+        try:
+            if torch.compiler.is_compiling():
+                return
+            if threading.get_ident() == self._thread and not is_copy(module, self._layer.watched):
+                self._forward.observe(self._layer, output)
+        except RecursionError:
+            self._forward.num_too_deep += 1
 
 
 class GradientHook(_HookThatStays):
@@ -250,9 +293,11 @@ class GradientHook(_HookThatStays):
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
         """Is called with the tensor's gradient, None for an undefined one (autograd thread, hot path)."""
-        if torch.compiler.is_compiling():
-            return
-        self._sample.arrived(self._number, gradient)
+        try:
+            if not torch.compiler.is_compiling():
+                self._sample.arrived(self._number, gradient)
+        except RecursionError:
+            self._sample.num_too_deep += 1
 
 
 class ParameterHook(_HookThatStays):
@@ -273,8 +318,11 @@ class ParameterHook(_HookThatStays):
 
     def __call__(self, _parameter: torch.Tensor) -> None:
         """Is called when the parameter's gradient has been added to (autograd thread, hot path)."""
-        if torch.compiler.is_compiling():
-            return
         gradients = self._gradients()
-        if gradients is not None:
-            gradients.accumulated(self._target)
+        if gradients is None:
+            return
+        try:
+            if not torch.compiler.is_compiling():
+                gradients.accumulated(self._target)
+        except RecursionError:
+            gradients.num_too_deep += 1

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from torchinstruments.observe.engine import graph_task
-from torchinstruments.observe.faults import Tally
+from torchinstruments.observe.faults import Tally, too_deep
 from torchinstruments.observe.gradients import SampleGradients, Traversal
 from torchinstruments.observe.hooks import ParameterHook, take_out
 from torchinstruments.observe.observation import (
@@ -43,6 +43,7 @@ from torchinstruments.statistics.isolation import unintercepted
 __all__ = [
     "ParameterGradients",
     "ParameterTarget",
+    "lack_gradients",
     "left_out_parameters",
     "sharded_parameters",
     "take_gradient",
@@ -118,6 +119,8 @@ class ParameterGradients:
         self._hooks: dict[ParameterHook, weakref.ref[torch.Tensor]] = {}
         self._came: dict[int, dict[int, tuple[Part, int]]] = {}
         self._is_withdrawn = False
+        self.num_too_deep = 0
+        """Hooks of it that the stack had no room for."""
 
     @property
     def sample(self) -> SampleGradients | None:
@@ -191,6 +194,10 @@ class ParameterGradients:
     def backward_ended(self, traversal: Traversal) -> None:
         """Measures the reduced gradients, and says what did not come (autograd thread, hot path)."""
         came = self._came.pop(traversal.task, {})
+        if self.num_too_deep:
+            traversal.tally.layer = ""
+            traversal.tally.fail(_PROBE, too_deep(self.num_too_deep))
+            self.num_too_deep = 0
         self.state = SampleState.BACKWARD_OBSERVED
         is_first = traversal.backward_index == 0
         refusal = self._refusal_of_reduced(traversal, came)
@@ -297,6 +304,16 @@ def take_parameters(part: Part, call: Call, tally: Tally) -> None:
         except Exception as error:  # noqa: BLE001 - the sample goes on with the next parameter
             tally.fail("forward", error)
             take_absence(part, call, Signal.PARAMETER, name, error_reason(error))
+
+
+def lack_gradients(part: Part, call: Call, reason: str) -> None:
+    """Says of all stages of a layer's parameters' gradients why they are not measured (hot path)."""
+    for name, parameter in _own_parameters(call):
+        with unintercepted():
+            may_come = parameter.requires_grad
+        like = _note(call, name, parameter) if may_come else None
+        for stage in (Stage.LOCAL_ACCUMULATED, Stage.REDUCED, Stage.APPLIED) if may_come else ():
+            take_absence(part, call, Signal.PARAMETER_GRADIENT, name, reason, like, stage)
 
 
 def take_gradient(part: Part, target: ParameterTarget, stage: Stage, tally: Tally) -> None:

@@ -37,7 +37,7 @@ from torchinstruments.observe.engine import (
     run_while_traced,
     tracing,
 )
-from torchinstruments.observe.faults import Faults
+from torchinstruments.observe.faults import Faults, too_deep
 from torchinstruments.observe.fingerprints import Fingerprinter
 from torchinstruments.observe.fused import may_be_fused
 from torchinstruments.observe.gradients import GradientTracker
@@ -48,7 +48,7 @@ from torchinstruments.observe.sampling import SamplingEvent, SamplingPolicy, is_
 from torchinstruments.observe.selection import Layer, Selector, inside_compiled
 from torchinstruments.observe.session_protocol import Companion, ScaleSource, Session
 from torchinstruments.observe.slots import RootSlot, is_slot_free
-from torchinstruments.observe.stack import num_calls
+from torchinstruments.observe.stack import is_in_reentrant_checkpoint, num_calls
 from torchinstruments.observe.unseen import report_out_of_reach, tell_unseen
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.grad_sync import read_grad_sync
@@ -146,12 +146,17 @@ class RootProbe:
         self._override: ForwardOverride | None = None
         self._replicated: frozenset[int] | None = replicated(model) if capture_direct_forwards else None
         self._fingerprinter = Fingerprinter(faults) if fingerprints else None
-        self._pre_hook = RootPreHook(self)
-        self._post_hook = RootPostHook(self)
+        self._pre_hook = RootPreHook(self, model)
+        self._post_hook = RootPostHook(self, model)
+        self.num_too_deep = 0
+        """Permanent hooks that the stack had no room for."""
+        self.raised = 0
+        """The id of the error that is raised by `raise_pending`."""
         self._slot: RootSlot | None = None
         self._finalizer: weakref.finalize[..., RootProbe] | None = None
         self._calls = RunningCalls(self._give_up)
         self._traced: Counter[str] = Counter()
+        self._num_checkpointed = 0
         self._ordinals = itertools.count()
         # A signal handler may run the model while its thread is in here.
         self._lock = threading.RLock()
@@ -232,13 +237,14 @@ class RootProbe:
                 "",
                 "the observer was removed while a sampled forward ran, which therefore counts as missed",
             )
+        self._tell_too_deep()
         if self._has_begun:
             if self._aligned is not None:
                 self._miss_planned(self._aligned.finish())
             self._attempts.close()
             self._attempts.tell_what_was_lost()
             self.tell_catalog()
-        tell_unseen(self._traced, self._bypass, self.faults)
+        tell_unseen(self._traced, self._num_checkpointed, self._bypass, self.faults)
 
     def tell_open_attempt(self) -> None:
         """Leaves the attempt that is open with the session (main thread, while the interpreter exits)."""
@@ -302,6 +308,7 @@ class RootProbe:
         if self.faults.raises:
             error = self.faults.take_pending() or self.session.pending_error()
             if error is not None:
+                self.raised = id(error)
                 raise error
 
     def root_started(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
@@ -318,6 +325,7 @@ class RootProbe:
                 return
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self.faults.report("forward", "", error)
+        self.raised = 0
         self.raise_pending()
         try:
             self._start(module)
@@ -379,6 +387,7 @@ class RootProbe:
         if not self._begin():
             return
         self._bypass.disarm()
+        self._tell_too_deep()
         started_us = time.time_ns() // 1000
         self._tracker.root_started()
         grad_enabled = torch.is_grad_enabled()
@@ -388,6 +397,9 @@ class RootProbe:
             self._parameters.root_started(position)
         grad_sync = read_grad_sync(module, grad_enabled, self.session.world_size)
         call = RootCall(grad_sync, sys.exception(), position)
+        if not grad_enabled and is_in_reentrant_checkpoint():
+            call.is_checkpointed = True
+            self._num_checkpointed += 1
         self._calls.begin(call)
         try:
             if self._is_chosen(position, started_us):
@@ -395,6 +407,12 @@ class RootProbe:
         finally:
             if not self._is_armed:
                 self._cut_off(call)
+
+    def _tell_too_deep(self) -> None:
+        """Reports hooks that the stack had no room for."""
+        if self.num_too_deep:
+            self.faults.report("forward", "", too_deep(self.num_too_deep))
+            self.num_too_deep = 0
 
     def _begin(self) -> bool:
         """Returns whether this rank observes, which the first call settles (training thread, hot path)."""
@@ -454,6 +472,7 @@ class RootProbe:
             started_at_us=started_us,
             grad_sync=call.grad_sync,
             parameters=self._parameters,
+            is_checkpointed=call.is_checkpointed,
         )
         call.sampled = sampled
         if self._root_layer is not None:
