@@ -29,7 +29,7 @@ from torchinstruments.enrolment import (
 from torchinstruments.errors import ConfigurationError, TorchInstrumentsError
 from torchinstruments.observe.aligned import AlignedSampler
 from torchinstruments.observe.emptiness import likely_reason
-from torchinstruments.observe.unseen import TRACING
+from torchinstruments.observe.unseen import CHECKPOINTED, TRACING
 from torchinstruments.ranks.identity import configured_run_id, discover, world_of_one
 from torchinstruments.ranks.mesh import MeshPlace
 from torchinstruments.ranks.rendezvous import Agreement
@@ -116,6 +116,8 @@ class RunSession:
         self._identity: Identity | None = None
         self._enrolment: Enrolment | None = None
         self._enrolling: threading.Thread | None = None
+        # A thread may close while another one's first forward begins; so may a signal handler in it.
+        self._beginning = threading.RLock()
         self._observing = True
         self._wants_histograms = True
         self._warned: set[str] = set()
@@ -179,8 +181,11 @@ class RunSession:
 
     def begin(self) -> bool:
         """Settles who this process is, and has it enrolled; see `Session.begin` (training thread)."""
-        if self._identity is not None:
-            return self._observing
+        with self._beginning:
+            return self._observing if self._identity is not None else self._begin()
+
+    def _begin(self) -> bool:
+        """Does what `begin` does the first time."""
         try:
             self._settle(discover(self._process, self._device) or world_of_one(self._process, self._device))
             self._refuse_shared_folder()
@@ -189,11 +194,13 @@ class RunSession:
             self._identity = world_of_one(self._process, self._device)
             self._warn("begin", f"nothing is observed: {error}")
             return False
-        self._enrolling = threading.Thread(
+        enrolling = threading.Thread(
             target=self._enrol_in_background, name="torchinstruments-enrolment", daemon=True
         )
         _WAITING.add(self)
-        self._enrolling.start()
+        # Not known before it runs: it cannot be waited for until then.
+        enrolling.start()
+        self._enrolling = enrolling
         return self._observing
 
     def wants_histograms(self) -> bool:
@@ -304,6 +311,7 @@ class RunSession:
                 forwards=counted.forwards,
                 elapsed_s=elapsed_s,
                 traced=counted.errors.get(TRACING, 0),
+                checkpointed=counted.errors.get(CHECKPOINTED, 0),
                 agreeing_s=0.0 if self._schedule is None else self._schedule.agreeing_s,
             )
             self._warn("empty", f"the run has no sample: {reason}")

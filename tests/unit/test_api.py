@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from typing_extensions import override
 
 from torchinstruments import (
     AlwaysSampler,
@@ -32,6 +33,7 @@ from torchinstruments import (
     has_observer,
     histogram,
     inject_observer,
+    merge_run,
     open_run,
     remove_observer,
     session,
@@ -622,3 +624,53 @@ def test_compiled_says_what_is_observed_of_a_compiled_model(tmp_path: Path) -> N
         remove_observer(model)
         history = open_run(str(tmp_path / mode)).history().collect()
         assert dict(history.select("layer", "execution").unique().iter_rows()) == expected
+
+
+class Ragged(nn.Module):
+    """Puts out a tensor whose rows have different lengths."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns two rows."""
+        return torch.nested.nested_tensor([x[:2], x], layout=torch.jagged)
+
+
+def test_a_layer_without_a_plain_shape_costs_no_other_one_anything(tmp_path: Path) -> None:
+    """Of a jagged tensor the reason is kept, without a shape, in every document up to the merge."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ragged = Ragged()
+            self.linear = nn.Linear(4, 2)
+
+        @override
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.ragged(x)
+            out: torch.Tensor = self.linear(x)
+            return out
+
+    model = Model()
+    inject_observer(
+        model, output_dir=tmp_path / "run", sampler=AlwaysSampler(), sink=SnapshotSink(tmp_path / "shots")
+    )
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+    remove_observer(model)
+
+    reason = "unsupported_layout: NestedTensor"
+    run = open_run(str(tmp_path / "run"))
+    rows = run.history().select("layer", "signal", "shape", "unavailable_reason").unique().collect().rows()
+    assert sorted(rows) == [
+        ("linear", "output", "3x2", ""),
+        ("linear", "output_gradient", "3x2", ""),
+        ("ragged", "output", "", reason),
+    ]
+    layers = {one["layer"]: one for one in json.loads((tmp_path / "run" / "result.json").read_bytes())}
+    assert [tensor["latest_shape"] for tensor in layers["ragged"]["tensors"]] == [[]]
+    assert [tensor["latest_shape"] for tensor in layers["linear"]["tensors"]] == [[3, 2], [3, 2]]
+    snapshot = json.loads((tmp_path / "shots" / "snapshots" / "000001.json").read_bytes())
+    assert (snapshot["state"], snapshot["errors"]) == ("backward_observed", [])
+    ragged = snapshot["modules"]["ragged"][0]["outputs"]["output"]
+    assert (ragged["shape"], set(ragged["unavailable_stats"].values())) == ([], {reason})
+    merged: Any = merge_run(str(tmp_path / "run")).result["layers"]
+    assert {one["layer"]: len(one["tensors"]) for one in merged} == {"linear": 2, "ragged": 1}

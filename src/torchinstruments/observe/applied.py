@@ -26,7 +26,7 @@ from torchinstruments.observe.session_protocol import ScaleSource
 from torchinstruments.observe.sharding import ManagedParameters
 from torchinstruments.records import GradSync, Position, Reason, ScaleProvenance, Signal, Stage
 from torchinstruments.statistics.batching import ScalarBatch
-from torchinstruments.statistics.isolation import isolated
+from torchinstruments.statistics.isolation import functions_off, isolated, unintercepted
 
 __all__ = ["ParameterTracker", "StepRelay"]
 
@@ -57,6 +57,7 @@ class ParameterTracker:
         self._scale = scale
         self._deliver = deliver
         self._latest: ParameterGradients | None = None
+        self._is_closed = False
         self._num_forwards = 0
         self._forwards_before: dict[int, int] = {}
 
@@ -79,13 +80,17 @@ class ParameterTracker:
             # Of another thread's forward.
             self._latest.withdraw()
         self._latest = latest = ParameterGradients(grad_sync, position.attempt, managed)
+        if self._is_closed:
+            # By another thread, meanwhile.
+            latest.withdraw()
         return latest
 
     def close(self) -> None:
-        """Takes the hooks out of the parameters and awaits nothing more (any thread)."""
-        latest, self._latest = self._latest, None
-        if latest is not None:
-            latest.withdraw()
+        """Takes the hooks out of the parameters and awaits nothing more. Idempotent (any thread)."""
+        self._is_closed = True
+        if self._latest is not None:
+            self._latest.withdraw()
+        self._latest = None
 
     def step_began(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """Takes that a step begins; it never raises (training or autograd thread, hot path)."""
@@ -137,7 +142,8 @@ class ParameterTracker:
         part = self._recipe.part(facts.ordinal, tally.fail)
         _add(part, latest, due, reason, tally)
         scale, provenance = self._scale_left(part, optimizer, tally)
-        part.batch.seal()
+        with functions_off(), isolated("cpu"):
+            part.batch.seal()
         self._deliver(
             Delivery(
                 facts=facts,
@@ -166,7 +172,9 @@ class ParameterTracker:
                 return factor, provenance
             if is_capturing_graph():
                 return None, provenance
-            with isolated(factor.device.type):
+            with unintercepted():
+                device_type = factor.device.type
+            with functions_off(), isolated(device_type):
                 return (part.batch, part.batch.add_scalar(factor)), provenance
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             tally.fail("loss_scale", error)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from torchinstruments.observe.engine import graph_task
+from torchinstruments.observe.faults import too_deep
 from torchinstruments.observe.hooks import GradientHook
 from torchinstruments.observe.leaves import tensors_in
 from torchinstruments.ranks.grad_sync import read_grad_sync
@@ -36,7 +37,7 @@ class BackwardSync:
         failed: Takes an exception.
     """
 
-    __slots__ = ("_changed", "_failed", "_latest", "_position", "_sharded", "_task")
+    __slots__ = ("_changed", "_failed", "_latest", "_position", "_sharded", "_task", "num_too_deep")
 
     def __init__(
         self,
@@ -51,6 +52,8 @@ class BackwardSync:
         self._failed = failed
         self._latest: GradSync | None = None
         self._task = -1
+        self.num_too_deep = 0
+        """Hooks of it that the stack had no room for."""
 
     def watch(self, output: object) -> None:
         """Has backwards through what the model returned seen; it never raises (training thread, hot path).
@@ -66,9 +69,12 @@ class BackwardSync:
         except Exception as error:  # noqa: BLE001 - a tensor of some kinds takes no hook
             self._failed(error)
 
-    def arrived(self, target: int, gradient: torch.Tensor) -> None:  # noqa: ARG002 - the flags say it all
+    def arrived(self, number: int, gradient: torch.Tensor | None) -> None:  # noqa: ARG002 - the flags say it all
         """Takes that a backward has come to an output; it never raises (autograd thread, hot path)."""
         try:
+            if self.num_too_deep:
+                num_too_deep, self.num_too_deep = self.num_too_deep, 0
+                self._failed(too_deep(num_too_deep))
             self.read()
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self._failed(error)

@@ -64,7 +64,8 @@ class CallSentry(CallSlot):
         self, module: nn.Module, caller: "FrameType | None", args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Runs the call (training thread, hot path)."""
-        self._tell(self._name, caller)
+        if not self._is_copy(module):
+            self._tell(self._name, caller)
         return self._run_below(module, caller, args, kwargs)
 
 
@@ -83,13 +84,17 @@ class DirectSentry:
         self._tell = tell
         self._override: ForwardOverride | None = None
 
-    def install(self, module: nn.Module) -> ForwardOverride:
+    def install(self, module: nn.Module) -> None:
         """Puts an override into the module, the same as before where that can be (training thread)."""
         override = self._override
         if override is None or not override.renew(self):
             override = self._override = ForwardOverride(module, self)
         override.install(clean_copies=True)
-        return override
+
+    def remove(self) -> None:
+        """Takes it out. Idempotent (any thread)."""
+        if self._override is not None:
+            self._override.remove()
 
     def sees(self) -> bool:
         """Returns that it is to be told of every forward (training thread, hot path)."""
@@ -131,8 +136,9 @@ class Bypass:
         self._parts: list[_Part] = []
         self._ids: frozenset[int] = frozenset()
         self._lock = threading.RLock()
-        self._arming = threading.Lock()
-        self._armed: list[CallSentry | ForwardOverride] = []
+        self._arming = threading.RLock()
+        self._armed: dict[CallSentry | DirectSentry, None] = {}
+        self._is_closed = False
         self._num_calls = 0
         self._names: Counter[str] = Counter()
         self._saw_forward = False
@@ -165,30 +171,42 @@ class Bypass:
         Args:
             compiled: Ids of modules inside compiled code, which would be compiled anew.
         """
-        if self._armed or self._num_calls >= MAX_COUNTED or not self._arming.acquire(blocking=False):
+        if self._armed or self._is_closed or self._num_calls >= MAX_COUNTED:
+            return
+        if not self._arming.acquire(blocking=False):
             return
         try:
-            armed: list[CallSentry | ForwardOverride] = []
             for part in self._parts:
                 module = part.module()
                 if module is None or id(module) in compiled or _SLOT in module.__dict__:
                     continue
-                if part.calls.install():
-                    armed.append(part.calls)
+                # Each is noted before it is there, so that an interrupt leaves nothing that nobody knows of.
+                self._armed[part.calls] = None
+                part.calls.install()
                 if part.direct is not None:
-                    armed.append(part.direct.install(module))
-            self._armed = armed
+                    self._armed[part.direct] = None
+                    part.direct.install(module)
+                if self._is_closed:
+                    # By another thread, meanwhile.
+                    for sentry in filter(None, (part.calls, part.direct)):
+                        sentry.remove()
+                    return
         finally:
             self._arming.release()
 
     def disarm(self) -> None:
         """Watches no more; returns at once where nothing is watched (training thread, hot path)."""
-        if not self._armed:
-            return
         armed = self._armed
-        self._armed = []
-        for sentry in armed:
-            sentry.remove()
+        while armed:
+            for sentry in list(armed):
+                # It is forgotten after it was taken out, since an interrupt may come between the two.
+                sentry.remove()
+                armed.pop(sentry, None)
+
+    def close(self) -> None:
+        """Watches no more, for good. Idempotent (any thread)."""
+        self._is_closed = True
+        self.disarm()
 
     def attempts_closed(self, attempts: Iterable[ClosedAttempt]) -> None:
         """Takes the attempts of a window that closed (training thread, hot path).

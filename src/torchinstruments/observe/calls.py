@@ -25,6 +25,7 @@ class RootCall:
         backward_sync: Reads what its backwards do, where those decide; else None.
         depth: Calls of the root that are on the stack, this one included.
         sampled: Measures it, where it was chosen.
+        is_checkpointed: Whether it runs as a whole inside reentrant activation checkpointing.
         compiled: What is compiled of what was called, where it was chosen.
         called: Id of the module that was called: the model, its wrapper or a replica.
         flight: Follows it to the end of its backward, where sampled forwards are forced to run eagerly.
@@ -36,6 +37,7 @@ class RootCall:
     backward_sync: BackwardSync | None = None
     depth: int = 1
     sampled: SampledForward | None = None
+    is_checkpointed: bool = False
     compiled: CompiledParts = NOTHING_COMPILED
     called: int = 0
     flight: Flight | None = None
@@ -56,6 +58,8 @@ class RunningCalls:
     def __init__(self, end_failed: Callable[[SampledForward], None]) -> None:
         self._end_failed = end_failed
         self._by_thread: dict[int, RootCall] = {}
+        self.cut_off: list[SampledForward] = []
+        """The samples that `drop` ended."""
 
     def current(self) -> RootCall | None:
         """Returns the call of the current thread (training thread, hot path)."""
@@ -75,9 +79,13 @@ class RunningCalls:
         Args:
             thread: Whose call; None is the current one.
         """
-        call = self._by_thread.pop(threading.get_ident() if thread is None else thread, None)
-        if call is not None and call.sampled is not None:
-            self._end_failed(call.sampled)
+        thread = threading.get_ident() if thread is None else thread
+        call = self._by_thread.get(thread)
+        try:
+            if call is not None and call.sampled is not None:
+                self._end_failed(call.sampled)
+        finally:
+            self._by_thread.pop(thread, None)
 
     def abandon_dead_threads(self) -> None:
         """Ends calls of threads that are gone."""
@@ -87,15 +95,15 @@ class RunningCalls:
                 if thread not in alive:
                     self.abandon(thread)
 
-    def drop(self) -> list[SampledForward]:
+    def drop(self) -> None:
         """Takes the hooks of running forwards out of the model and drops what they measured (any thread).
 
-        Returns:
-            The samples that this cut off.
+        After an interrupt it can be called again. A call that begins to be sampled meanwhile is not ended.
         """
-        calls = list(self._by_thread.values())
+        for call in list(self._by_thread.values()):
+            sampled = call.sampled
+            if sampled is not None:
+                sampled.detach()
+                if sampled.claim_end():
+                    self.cut_off.append(sampled)
         self._by_thread.clear()
-        cut_off = [call.sampled for call in calls if call.sampled is not None]
-        for sampled in cut_off:
-            sampled.detach()
-        return cut_off

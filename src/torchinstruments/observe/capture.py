@@ -12,25 +12,24 @@ A call gets its ordinal when its output is seen, and where inputs are measured, 
 that calls itself the numbers differ by that.
 """
 
-import sys
+import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.checkpoint import CheckpointFunction
+from torch import nn
 
 from torchinstruments.observe.applied import ParameterTracker
 from torchinstruments.observe.backward_sync import BackwardSync
 from torchinstruments.observe.compiled import CompiledParts
 from torchinstruments.observe.direct import DirectLayer, ForwardOverride
 from torchinstruments.observe.engine import is_in_backward
-from torchinstruments.observe.faults import Faults, Tally
+from torchinstruments.observe.faults import Faults, Tally, too_deep
 from torchinstruments.observe.fused import FusedRegion
 from torchinstruments.observe.gradients import GradientTracker, SampleGradients
-from torchinstruments.observe.hooks import LayerHook, LayerPreHook
+from torchinstruments.observe.hooks import LayerHook, LayerPreHook, take_out
 from torchinstruments.observe.intake import Intake
 from torchinstruments.observe.leaves import tensors_given, tensors_in
 from torchinstruments.observe.observation import (
@@ -41,10 +40,11 @@ from torchinstruments.observe.observation import (
     error_reason,
     note_tensor,
 )
-from torchinstruments.observe.parameters import ParameterGradients, take_parameters
+from torchinstruments.observe.parameters import ParameterGradients, lack_gradients, take_parameters
 from torchinstruments.observe.selection import Layer
 from torchinstruments.observe.sharding import NOT_SHARDED, Sharding
 from torchinstruments.observe.slots import CallSlot, LayerSlot, RegionSlot
+from torchinstruments.observe.stack import is_in_reentrant_checkpoint
 from torchinstruments.records import (
     Execution,
     GradSync,
@@ -54,11 +54,7 @@ from torchinstruments.records import (
     ScaleProvenance,
     Signal,
 )
-
-if TYPE_CHECKING:
-    from types import FrameType
-
-    from torch.utils.hooks import RemovableHandle
+from torchinstruments.statistics.isolation import functions_off, isolated, unintercepted
 
 __all__ = ["SampledForward"]
 
@@ -76,9 +72,8 @@ class _Progress:
         calls: Calls by index of the layer, those among them of which nothing could be seen.
         begun: Calls whose inputs were taken and whose outputs were not yet, innermost last.
         fired: Indices of the layers that were called, in the order of their first calls.
-        handles: Hooks on layers.
-        overrides: On layers, for direct forwards.
-        slots: On layers that must not have hooks.
+        hooks: On layers, each with its module.
+        slots: On layers that must not have hooks, and overrides of layers, for direct forwards.
         gradients: Those that may come.
         parameters: Those whose gradients may come.
         collection_s: Seconds that it took.
@@ -87,9 +82,8 @@ class _Progress:
     calls: dict[int, int] = field(default_factory=dict)
     begun: dict[int, list[Call]] = field(default_factory=dict)
     fired: dict[int, None] = field(default_factory=dict)
-    handles: "list[RemovableHandle]" = field(default_factory=list)
-    overrides: list[ForwardOverride] = field(default_factory=list)
-    slots: list[CallSlot] = field(default_factory=list)
+    hooks: dict[LayerHook | LayerPreHook, nn.Module] = field(default_factory=dict)
+    slots: dict[CallSlot | ForwardOverride, None] = field(default_factory=dict)
     gradients: SampleGradients | None = None
     parameters: ParameterGradients | None = None
     collection_s: float = 0.0
@@ -111,6 +105,7 @@ class SampledForward:
         execution: How what is measured runs.
         backward_sync: Reads whether its backwards synchronise gradients, where they decide that.
         sharding: What of the model is spread over ranks.
+        is_checkpointed: Whether the whole forward runs inside reentrant activation checkpointing.
     """
 
     def __init__(
@@ -128,6 +123,7 @@ class SampledForward:
         execution: Execution = Execution.EAGER,
         backward_sync: BackwardSync | None = None,
         sharding: Sharding = NOT_SHARDED,
+        is_checkpointed: bool = False,
     ) -> None:
         self._layers = layers
         self._regions = regions
@@ -141,11 +137,15 @@ class SampledForward:
         self._execution = execution
         self._backward_sync = backward_sync
         self._sharding = sharding
+        self._is_checkpointed = is_checkpointed
         self._signals = tracker.recipe.signals
         self._follows_outputs = not self._signals.isdisjoint(_OF_OUTPUTS)
         self._part = tracker.recipe.part(ordinal, self._tally.fail)
         self._intake = Intake(self._part, self._signals, self._tally)
         self._progress = _Progress()
+        self._ends = itertools.count()
+        self.num_too_deep = 0
+        """Hooks of it that the stack had no room for."""
         self._is_over = False
 
     @property
@@ -181,8 +181,10 @@ class SampledForward:
                     self._watch(layer, thread, takes_hook=layer.index not in hookless)
                 if replicated is not None and id(layer.watched) not in replicated:
                     override = ForwardOverride(layer.watched, DirectLayer(self, layer, thread))
+                    self._progress.slots[override] = None
                     override.install(clean_copies=False)
-                    self._progress.overrides.append(override)
+                    if self._is_over:
+                        override.remove()
             except Exception as error:  # noqa: BLE001 - one layer may not cost the others
                 self._tally.layer = layer.name
                 self._tally.fail(_PROBE, error)
@@ -193,22 +195,32 @@ class SampledForward:
         self._progress.collection_s += time.perf_counter() - started_s
 
     def _watch(self, layer: Layer, thread: int, *, takes_hook: bool) -> None:
-        """Has the calls of a layer seen."""
+        """Has the calls of a layer seen.
+
+        What is placed is noted before, for an interrupt may come in between, and taken out again where
+        another thread has ended the forward meanwhile.
+        """
         if takes_hook:
             if Signal.INPUT in self._signals:
                 pre_hook = LayerPreHook(self, layer, thread)
-                self._progress.handles.append(
-                    layer.watched.register_forward_pre_hook(pre_hook, with_kwargs=True)
-                )
+                self._progress.hooks[pre_hook] = layer.watched
+                layer.watched.register_forward_pre_hook(pre_hook, with_kwargs=True)
+                if self._is_over:
+                    take_out(layer.watched, pre_hook)
             hook = LayerHook(self, layer, thread)
-            self._progress.handles.append(layer.watched.register_forward_hook(hook))
+            self._progress.hooks[hook] = layer.watched
+            layer.watched.register_forward_hook(hook)
+            if self._is_over:
+                take_out(layer.watched, hook)
         else:
             self._install(LayerSlot(layer.watched, self, thread, layer))
 
     def _install(self, slot: CallSlot) -> None:
         """Puts a slot into its module, to be taken out at the end."""
-        if slot.install():
-            self._progress.slots.append(slot)
+        self._progress.slots[slot] = None
+        slot.install()
+        if self._is_over:
+            slot.remove()
 
     def _take_parameters(self, compiled: CompiledParts) -> None:
         """Measures the layers' parameters as the forward finds them, and has their gradients watched."""
@@ -222,7 +234,11 @@ class SampledForward:
             call = self._unseen_call(layer, execution)
             if Signal.PARAMETER in wanted and self._intake.has_room():
                 take_parameters(self._part, call, self._sharding.managed, self._tally)
-            if self._parameters is not None and self._position.grad_enabled:
+            if self._parameters is None:
+                continue
+            if self._is_checkpointed:
+                lack_gradients(self._part, call, self._sharding.managed, Reason.REENTRANT_CHECKPOINT.value)
+            elif self._position.grad_enabled:
                 if self._progress.parameters is None:
                     self._progress.parameters = self._parameters.sampled(
                         self._position, self._grad_sync, self._sharding.managed
@@ -291,7 +307,12 @@ class SampledForward:
             # Its slot is the permanent one, which saw the call before this forward began.
             if region.is_root:
                 self.region_ended(region, 0)
-        if isinstance(output, (Iterator, Coroutine, AsyncIterator)):
+        try:
+            runs_later = isinstance(output, (Iterator, Coroutine, AsyncIterator))
+        except Exception as error:  # noqa: BLE001 - an object of the user's may raise at any question
+            self._tally.fail(_PROBE, error)
+            return
+        if runs_later:
             detail = f"the model returned a {type(output).__name__}, which runs after its forward"
             waiting = [
                 layer
@@ -314,7 +335,9 @@ class SampledForward:
         started_s = time.perf_counter()
         try:
             for path, tensor in tensors_in(output).tensors:
-                if torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf:
+                with unintercepted():
+                    may_come = torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf
+                if may_come:
                     seen = note_tensor(self._new_call(self._layers[0], 0), Signal.OUTPUT, path, tensor)
                     if not seen.reason.startswith(_TAKES_NO_HOOK):
                         self._gradients().watch(tensor)
@@ -341,17 +364,17 @@ class SampledForward:
             plain_scope=self._sharding.scopes.of(layer.module),
         )
 
-    def end(self, *, failed: bool) -> tuple[Delivery, SampleGradients | None] | None:
+    def end(self, *, failed: bool) -> tuple[Delivery, SampleGradients | None]:
         """Unhooks the layers and returns what was measured (training thread, hot path).
+
+        It is called by who was the first to claim its end.
 
         Args:
             failed: Whether the forward raised.
 
         Returns:
-            The forward's delivery, and the gradients that may still come; None if it had ended.
+            The forward's delivery, and the gradients that may still come.
         """
-        if self._is_over:
-            return None
         started_s = time.perf_counter()
         self.detach()
         gradients, self._progress.gradients = self._progress.gradients, None
@@ -364,7 +387,10 @@ class SampledForward:
                 parameters.withdraw()
             parameters.forward_ended(self.facts(), failed=failed)
         self._tally.layer = ""
-        self._part.batch.seal()
+        if self.num_too_deep:
+            self._tally.fail(_PROBE, too_deep(self.num_too_deep))
+        with functions_off(), isolated("cpu"):
+            self._part.batch.seal()
         self._progress.collection_s += time.perf_counter() - started_s
         delivery = Delivery(
             facts=self.facts(),
@@ -391,17 +417,23 @@ class SampledForward:
         )
 
     def detach(self) -> None:
-        """Removes the hooks (any thread). What is measured no more is not delivered either."""
+        """Removes the hooks (any thread). What is measured no more is not delivered either.
+
+        Nothing is forgotten before it was removed: after an interrupt this can be called again.
+        """
         self._is_over = True
-        for handle in self._progress.handles:
-            handle.remove()
-        self._progress.handles.clear()
-        for override in self._progress.overrides:
-            override.remove()
-        self._progress.overrides.clear()
-        for slot in reversed(self._progress.slots):
-            slot.remove()
-        self._progress.slots.clear()
+        hooks, slots = self._progress.hooks, self._progress.slots
+        while hooks or slots:
+            for hook, module in list(hooks.items()):
+                take_out(module, hook)
+                hooks.pop(hook, None)
+            for slot in reversed(list(slots)):
+                slot.remove()
+                slots.pop(slot, None)
+
+    def claim_end(self) -> bool:
+        """Returns whether the caller is the first who ends it, and tells what became of it (any thread)."""
+        return next(self._ends) == 0
 
     def _measure(self, layer: Layer, output: object) -> None:
         """Measures all tensors of one output."""
@@ -417,7 +449,8 @@ class SampledForward:
                 return
             seen = self._intake.take(call, Signal.OUTPUT, path, tensor)
             try:
-                self._expect_gradient(call, path, tensor, seen)
+                with unintercepted():
+                    self._expect_gradient(call, path, tensor, seen)
             except Exception as error:  # noqa: BLE001 - the sample goes on with the next tensor
                 self._tally.fail("gradient", error)
                 self._intake.lack_gradient(call, path, error_reason(error), seen)
@@ -441,10 +474,9 @@ class SampledForward:
             elif self._progress.parameters is not None and not tensor.is_leaf:
                 self._gradients().watch(tensor)
         elif (
-            self._position.grad_enabled
-            and not call.grad_enabled
+            not call.grad_enabled
             and (tensor.is_floating_point() or tensor.is_complex())
-            and _is_in_reentrant_checkpoint()
+            and (self._is_checkpointed or (self._position.grad_enabled and is_in_reentrant_checkpoint()))
         ):
             reason = Reason.REENTRANT_CHECKPOINT.value
             self._intake.lack_gradient(call, path, reason, output)
@@ -470,16 +502,3 @@ class SampledForward:
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self._tally.fail("loss_scale", error)
             return ScaleProvenance.UNKNOWN
-
-
-def _is_in_reentrant_checkpoint() -> bool:
-    """Returns whether the caller runs inside the forward of reentrant activation checkpointing.
-
-    There gradients are off, and the outputs that belong to the graph are made anew in the backward.
-    """
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - nothing else tells
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            return True
-        frame = frame.f_back
-    return False

@@ -187,14 +187,14 @@ class ForwardOverride:
         if module is None:
             return
         if isinstance(state := module.__dict__.get(_STATE), _CleanState) and state.belongs_to(self):
-            del module.__dict__[_STATE]
+            module.__dict__.pop(_STATE, None)
         if module.__dict__.get(_FORWARD) is self:
             previous = self._previous
             # That of another observer, removed while this one stood over it.
             while isinstance(previous, ForwardOverride) and previous.is_removed:
                 previous = previous.previous
             if previous is None:
-                del module.__dict__[_FORWARD]
+                module.__dict__.pop(_FORWARD, None)
             else:
                 module.__dict__[_FORWARD] = previous
 

@@ -11,6 +11,7 @@ def likely_reason(
     forwards: int,
     elapsed_s: float,
     traced: int = 0,
+    checkpointed: int = 0,
     agreeing_s: float = 0.0,
 ) -> str:
     """Returns the likely reason and the way out, as the second half of a sentence (at close).
@@ -20,6 +21,7 @@ def likely_reason(
         forwards: Root forwards that were seen.
         elapsed_s: Seconds from attach to close.
         traced: Forwards that made a program, by ``torch.export`` for one, which are no root forwards.
+        checkpointed: Root forwards inside reentrant activation checkpointing.
         agreeing_s: What ranks need at least to agree on the first forward; 0 where they do not agree.
     """
     if forwards == 0 and traced:
@@ -47,6 +49,11 @@ def likely_reason(
             f"sampler=TimedSampler(interval, immediate=True), or EveryNStepsSampler(n)"
         )
     n = settings.get("n") if isinstance(settings, Mapping) else None
+    if sampling.get("type") == "every_n_steps" and checkpointed == forwards:
+        return (
+            f"all {forwards} forwards ran inside reentrant activation checkpointing, where gradients are "
+            f"off, so that no attempt at an optimizer step was seen to begin; give use_reentrant=False"
+        )
     if sampling.get("type") == "every_n_steps":
         return (
             f"EveryNStepsSampler({n}) chose none of {forwards} forwards: fewer than {n} attempts at an "

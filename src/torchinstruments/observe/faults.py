@@ -14,11 +14,17 @@ from torchinstruments.config import ErrorPolicy
 from torchinstruments.records import ErrorRecord, error_text, storable
 from torchinstruments.warning_place import warn_user
 
-__all__ = ["Faults", "Tally"]
+__all__ = ["Faults", "Tally", "too_deep"]
 
 _MAX_KINDS = 100
 _MAX_MESSAGE_CHARACTERS = 500
 _LOGGER = logging.getLogger("torchinstruments")
+
+
+def too_deep(number: int) -> RecursionError:
+    """Returns the error that stands for hooks which the stack had no room for (any thread)."""
+    times = "once" if number == 1 else f"{number} times"
+    return RecursionError(f"the program's recursion left a hook no room on the stack {times}")
 
 
 class Faults:

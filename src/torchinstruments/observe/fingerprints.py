@@ -21,7 +21,7 @@ from torchinstruments.ranks.replicas import ReplicaKeys
 from torchinstruments.records import Absent, FingerprintRecord, Position
 from torchinstruments.statistics.admission import COMPLEX, admit
 from torchinstruments.statistics.digests import Digester, unsigned
-from torchinstruments.statistics.isolation import isolated
+from torchinstruments.statistics.isolation import functions_off, isolated
 from torchinstruments.statistics.transfer import DeviceNumbers
 
 __all__ = ["Fingerprinter", "Fingerprints"]
@@ -130,7 +130,7 @@ class Fingerprinter:
         """
         rows: list[_Row] = []
         numbers: dict[torch.device, DeviceNumbers] = {}
-        with isolated("cpu"):
+        with functions_off(), isolated("cpu"):
             try:
                 keys = ReplicaKeys(model)
                 for named in named_tensors(model):

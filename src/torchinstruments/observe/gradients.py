@@ -24,8 +24,8 @@ import torch
 
 from torchinstruments.observe.backward_sync import BackwardSync
 from torchinstruments.observe.engine import call_at_end_of_backward, graph_task, is_capturing_graph
-from torchinstruments.observe.faults import Faults, Tally
-from torchinstruments.observe.hooks import GradientHook
+from torchinstruments.observe.faults import Faults, Tally, too_deep
+from torchinstruments.observe.hooks import GradientHook, take_out
 from torchinstruments.observe.leaves import gradient_path
 from torchinstruments.observe.observation import (
     Call,
@@ -42,7 +42,7 @@ from torchinstruments.observe.observation import (
 from torchinstruments.observe.session_protocol import ScaleSource
 from torchinstruments.records import GradSync, Reason, SampleState, ScaleProvenance, Signal
 from torchinstruments.statistics.batching import ScalarBatch
-from torchinstruments.statistics.isolation import isolated
+from torchinstruments.statistics.isolation import functions_off, isolated, unintercepted
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -94,7 +94,8 @@ class GradientTracker:
         self.backward_ended = backward_ended
         self.running: dict[int, Traversal] = {}
         """Traversals that have begun, by graph task."""
-        self.leaf_handles: list[RemovableHandle] = []
+        self.is_closed = False
+        self._leaf_handles: dict[RemovableHandle, None] = {}
         self._samples: deque[weakref.ref[SampleGradients]] = deque()
 
     def sample(
@@ -126,6 +127,9 @@ class GradientTracker:
                     ),
                 )
         self._samples.append(weakref.ref(sample))
+        if self.is_closed:
+            # By another thread, meanwhile.
+            sample.close()
         return sample
 
     def root_started(self) -> None:
@@ -133,8 +137,7 @@ class GradientTracker:
 
         A hook on a leaf tensor, a parameter say, outlives every graph; it counts only until the next forward.
         """
-        if self.leaf_handles:
-            self._release_leaves()
+        self._release_leaves()
         if self.running:
             thread = threading.get_ident()
             for traversal in list(self.running.values()):
@@ -142,7 +145,8 @@ class GradientTracker:
                     traversal.finish(failed=True)
 
     def close(self) -> None:
-        """Lets no hook do anything any more (any thread)."""
+        """Lets no hook do anything any more, for good. Idempotent (any thread)."""
+        self.is_closed = True
         for reference in list(self._samples):
             sample = reference()
             if sample is not None:
@@ -151,11 +155,19 @@ class GradientTracker:
         self.running.clear()
         self._release_leaves()
 
+    def keep_leaf(self, handle: "RemovableHandle") -> None:
+        """Takes the hook on a leaf tensor, to be removed at the next forward (training thread)."""
+        self._leaf_handles[handle] = None
+        if self.is_closed:
+            # By another thread, meanwhile.
+            self._release_leaves()
+
     def _release_leaves(self) -> None:
         """Removes the hooks on leaf tensors."""
-        for handle in self.leaf_handles:
-            handle.remove()
-        self.leaf_handles.clear()
+        while self._leaf_handles:
+            for handle in list(self._leaf_handles):
+                handle.remove()
+                self._leaf_handles.pop(handle, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +220,13 @@ class SampleGradients:
         self.thread = thread
         self.listener = listener
         self.backward_sync = backward_sync
-        self.targets: list[_Target] = []
+        self.targets: dict[int, _Target] = {}
         self.seen: set[int] = set()
         self.closed = False
+        self.num_too_deep = 0
+        """Hooks of it that the stack had no room for."""
         self._num_watched = 0
+        self._numbers = itertools.count()
         self._facts: SampleFacts | None = None
         self._waiting: list[_Finished] = []
         self._traversals: dict[int, Traversal] = {}
@@ -226,12 +241,21 @@ class SampleGradients:
             tensor: Requires a gradient.
             output: What was observed of it.
         """
-        # As an output it is taken now, since an in-place operation would move its hook to another version.
-        handle = tensor.register_hook(GradientHook(self, len(self.targets)))
-        is_view = tensor._is_view()  # noqa: SLF001 - its only name
-        self.targets.append(_Target(call, gradient_path(path), output, is_view))
-        if tensor.is_leaf:
-            self.tracker.leaf_handles.append(handle)
+        number = next(self._numbers)
+        with unintercepted():
+            is_view = tensor._is_view()  # noqa: SLF001 - its only name
+            # A number is given once: of a hook that was placed while its target was not, nothing is taken.
+            self.targets[number] = _Target(call, gradient_path(path), output, is_view)
+            hook = GradientHook(self, number)
+            try:
+                # As an output it is taken now: an in-place operation would move its hook to another version.
+                handle = tensor.register_hook(hook)
+                if tensor.is_leaf:
+                    self.tracker.keep_leaf(handle)
+            except BaseException:
+                self.targets.pop(number, None)
+                take_out(tensor, hook)
+                raise
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Takes a backward through an output for one of this sample, and measures nothing of the output.
@@ -242,8 +266,10 @@ class SampleGradients:
             tensor: Requires a gradient and is no leaf.
         """
         # No target has a number below zero.
+        number = -self._num_watched - 1
+        with unintercepted():
+            tensor.register_hook(GradientHook(self, number))
         self._num_watched += 1
-        tensor.register_hook(GradientHook(self, -self._num_watched))
 
     @property
     def num_missing(self) -> int:
@@ -257,20 +283,26 @@ class SampleGradients:
             self.tracker.deliver(finished.delivery(facts, self.tracker.absence_metrics))
         self._waiting.clear()
 
-    def arrived(self, target: int, gradient: torch.Tensor) -> None:
-        """Measures a gradient; it never raises (autograd thread, hot path)."""
-        if self.closed:
+    def arrived(self, number: int, gradient: torch.Tensor | None) -> None:
+        """Measures a gradient; it never raises (autograd thread, hot path).
+
+        Args:
+            number: Of the target, or of what is only watched.
+            gradient: None where the traversal came by and brought none: of an operation with several outputs
+                autograd leaves those undefined that nothing depends on.
+        """
+        target = self.targets.get(number)
+        if self.closed or (target is None and number >= 0):
             return
         started_s = time.perf_counter()
         traversal: Traversal | None = None
         try:
             traversal = self._traversal(graph_task())
-            self.seen.add(target)
-            if target >= 0:
-                traversal.take(self.targets[target], gradient)
+            self.seen.add(number)
+            if target is not None:
+                traversal.take(target, gradient)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
-            layer = self.targets[target].call.layer.name if target >= 0 else ""
-            self.tracker.faults.report(_PROBE, layer, error)
+            self.tracker.faults.report(_PROBE, "" if target is None else target.call.layer.name, error)
         finally:
             if traversal is not None:
                 traversal.collection_s += time.perf_counter() - started_s
@@ -344,11 +376,15 @@ class Traversal:
             part = self._parts[thread] = recipe.part(self.sample.ordinal, self.tally.fail)
         return part
 
-    def take(self, target: _Target, gradient: torch.Tensor) -> None:
-        """Measures the gradient of an output (autograd thread, hot path)."""
+    def take(self, target: _Target, gradient: torch.Tensor | None) -> None:
+        """Measures the gradient of an output, or says that it has none (autograd thread, hot path)."""
         part = self.part()
         self.tally.layer = target.call.layer.name
         try:
+            if gradient is None:
+                reason = Reason.NO_GRADIENT.value
+                take_absence(part, target.call, Signal.OUTPUT_GRADIENT, target.path, reason, target.output)
+                return
             take_tensor(part, target.call, Signal.OUTPUT_GRADIENT, target.path, gradient)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self.tally.fail(_PROBE, error)
@@ -392,10 +428,15 @@ class Traversal:
                 sample.listener.backward_ended(self)
             except Exception as error:  # noqa: BLE001 - the gradients of outputs are delivered all the same
                 self.tally.fail(_PROBE, error)
+        if sample.num_too_deep:
+            self.tally.layer = ""
+            self.tally.fail(_PROBE, too_deep(sample.num_too_deep))
+            sample.num_too_deep = 0
         scale, provenance = self._scale()
         parts = list(self._parts.values())
-        for part in parts:
-            part.batch.seal()
+        with functions_off(), isolated("cpu"):
+            for part in parts:
+                part.batch.seal()
         self.collection_s += time.perf_counter() - started_s
         sample.finished(
             _Finished(
@@ -415,9 +456,7 @@ class Traversal:
 
     def _note_missing(self) -> None:
         """Notes the outputs that the first traversal did not reach."""
-        missing = [
-            target for index, target in enumerate(self.sample.targets) if index not in self.sample.seen
-        ]
+        missing = [target for number, target in self.sample.targets.items() if number not in self.sample.seen]
         for target in missing:
             take_absence(
                 self.part(),
@@ -442,7 +481,9 @@ class Traversal:
                 # Nothing was measured that it would stand beside.
                 return None, provenance
             batch = part.batch
-            with isolated(scale.device.type):
+            with unintercepted():
+                device_type = scale.device.type
+            with functions_off(), isolated(device_type):
                 return (batch, batch.add_scalar(scale)), provenance
         except Exception as error:  # noqa: BLE001 - nothing may leave a callback
             self.tally.fail("loss_scale", error)

@@ -7,11 +7,17 @@ is a callable that does nothing, and a pickle of one needs this package no more 
 Each returns at once while a compiler traces it. That test stands in ``__call__`` itself, before anything else
 is touched, so that a traced hook is an empty one. The root's pre-hook tells on the way that its model is
 traced, by a function that is run and not traced (`engine.run_while_traced`).
+
+A shallow copy of a module has the very dictionaries of the module, and so its hooks. They leave it alone.
+
+Deep in a recursion of the program there may be no room for what a hook does, nor for the report of that. It
+is only counted then, where whoever the hook belongs to finds it.
 """
 
 import contextlib
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Protocol
@@ -20,6 +26,8 @@ import torch
 from torch import nn
 
 from torchinstruments.observe.selection import Layer
+from torchinstruments.observe.stack import is_copy
+from torchinstruments.statistics.isolation import unintercepted
 
 __all__ = [
     "GradientHook",
@@ -29,12 +37,23 @@ __all__ = [
     "RootPostHook",
     "RootPreHook",
     "do_nothing",
+    "move_to_end",
     "root_pre_hook",
+    "take_out",
 ]
 
 
-class _RootObserver(Protocol):
+class _Counting(Protocol):
+    """Who is told of hooks that did nothing, since the stack had no room."""
+
+    num_too_deep: int
+
+
+class _RootObserver(_Counting, Protocol):
     """Who sees the calls of the attached model."""
+
+    raised: int
+    """The id of the exception that it raises on purpose, 0 where it does not."""
 
     def root_started(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Takes the begin of a call (training thread, hot path)."""
@@ -57,7 +76,7 @@ def do_nothing(*_args: object) -> None:
     """Stands where a copied hook would stand."""
 
 
-class _LayerObserver(Protocol):
+class _LayerObserver(_Counting, Protocol):
     """Who measures the inputs and outputs of layers during one forward."""
 
     def receive(self, layer: Layer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
@@ -69,15 +88,15 @@ class _LayerObserver(Protocol):
         ...
 
 
-class _GradientObserver(Protocol):
+class _GradientObserver(_Counting, Protocol):
     """Who measures the gradients of one sample."""
 
-    def arrived(self, target: int, gradient: torch.Tensor) -> None:
-        """Takes the gradient of a target; it never raises (autograd thread, hot path)."""
+    def arrived(self, number: int, gradient: torch.Tensor | None) -> None:
+        """Takes a target's gradient, or that it has none; it never raises (autograd thread, hot path)."""
         ...
 
 
-class _ParameterObserver(Protocol):
+class _ParameterObserver(_Counting, Protocol):
     """Who measures the gradients of parameters."""
 
     def accumulated(self, target: int) -> None:
@@ -101,13 +120,67 @@ class _HookThatStays:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
+_OF_MODULES = {
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+}
+"""What a module holds its hooks in, and what else it notes of them."""
+
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""What a tensor holds its hooks in; None where it has none."""
+
+
+def take_out(place: nn.Module | torch.Tensor, hook: object) -> None:
+    """Removes a hook, whether it is there or not (any thread).
+
+    A hook is found by itself and not by the handle that placing it returns: an interrupt may come between
+    the two, and so whoever places hooks notes them first.
+
+    Args:
+        place: Module or tensor where it may be.
+        hook: The hook.
+    """
+    if isinstance(place, nn.Module):
+        own = vars(place)
+        for kind, marks in _OF_MODULES.items():
+            for key in _keys_of(own[kind], hook):
+                own[kind].pop(key, None)
+                for mark in marks:
+                    own[mark].pop(key, None)
+        return
+    with unintercepted():
+        for kind in _OF_TENSORS:
+            held: dict[int, object] = getattr(place, kind, None) or {}
+            for key in _keys_of(held, hook):
+                held.pop(key, None)
+
+
+def move_to_end(module: nn.Module, hook: object) -> None:
+    """Puts a forward hook behind those of tools that came later (training thread, hot path)."""
+    held = module._forward_hooks  # noqa: SLF001 - has no public order
+    if isinstance(held, OrderedDict):
+        for key in _keys_of(held, hook):
+            held.move_to_end(key)
+
+
+def _keys_of(held: Mapping[int, object], hook: object) -> list[int]:
+    """Returns under which keys a hook is held."""
+    return [key for key, found in list(held.items()) if found is hook]
+
+
 class RootPreHook(_HookThatStays):
-    """Permanent forward pre-hook of the attached model."""
+    """Permanent forward pre-hook of the attached model.
 
-    __slots__ = ("_observer",)
+    Args:
+        observer: Told of its calls.
+        model: The model; held weakly.
+    """
 
-    def __init__(self, observer: _RootObserver) -> None:
+    __slots__ = ("_model", "_observer")
+
+    def __init__(self, observer: _RootObserver, model: nn.Module) -> None:
         self._observer = observer
+        self._model = weakref.ref(model)
 
     def __call__(
         self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object] | None = None
@@ -119,10 +192,16 @@ class RootPreHook(_HookThatStays):
             else:
                 self._observer.root_compiled()
             return
-        self._observer.root_started(module, args, kwargs or {})
+        try:
+            if not is_copy(module, self._model()):
+                self._observer.root_started(module, args, kwargs or {})
+        except RecursionError as error:
+            if id(error) == self._observer.raised:
+                raise
+            self._observer.num_too_deep += 1
 
 
-def root_pre_hook(observer: _RootObserver) -> RootPreHook:
+def root_pre_hook(observer: _RootObserver, model: nn.Module) -> RootPreHook:
     """Returns the pre-hook of an observer, whose code is nobody else's (attaching or compiling thread).
 
     A compiler keeps what it has made of a piece of code. A hook that shared its code with an earlier
@@ -130,28 +209,39 @@ def root_pre_hook(observer: _RootObserver) -> RootPreHook:
 
     Args:
         observer: Told of calls, and of being traced.
+        model: Whose calls they are; held weakly.
     """
     call = RootPreHook.__call__
     fresh = FunctionType(
         call.__code__.replace(), call.__globals__, call.__name__, call.__defaults__, call.__closure__
     )
     own: type[RootPreHook] = type("RootPreHook", (RootPreHook,), {"__slots__": (), "__call__": fresh})
-    return own(observer)
+    return own(observer, model)
 
 
 class RootPostHook(_HookThatStays):
-    """Permanent forward hook of the attached model, called after an exception too."""
+    """Permanent forward hook of the attached model, called after an exception too.
 
-    __slots__ = ("_observer",)
+    Args:
+        observer: Told of its calls.
+        model: The model; held weakly.
+    """
 
-    def __init__(self, observer: _RootObserver) -> None:
+    __slots__ = ("_model", "_observer")
+
+    def __init__(self, observer: _RootObserver, model: nn.Module) -> None:
         self._observer = observer
+        self._model = weakref.ref(model)
 
     def __call__(self, module: nn.Module, _args: object, output: object) -> None:
         """Is called after the model's forward (training thread, hot path)."""
         if torch.compiler.is_compiling():
             return
-        self._observer.root_ended(module, output)
+        try:
+            if not is_copy(module, self._model()):
+                self._observer.root_ended(module, output)
+        except RecursionError:
+            self._observer.num_too_deep += 1
 
 
 class LayerPreHook(_HookThatStays):
@@ -171,13 +261,16 @@ class LayerPreHook(_HookThatStays):
         self._thread = thread
 
     def __call__(
-        self, _module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object] | None = None
+        self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object] | None = None
     ) -> None:
         """Is called before the layer's forward (training thread, hot path)."""
-        if torch.compiler.is_compiling():
-            return
-        if threading.get_ident() == self._thread:
-            self._forward.receive(self._layer, args, kwargs or {})
+        try:
+            if torch.compiler.is_compiling():
+                return
+            if threading.get_ident() == self._thread and not is_copy(module, self._layer.watched):
+                self._forward.receive(self._layer, args, kwargs or {})
+        except RecursionError:
+            self._forward.num_too_deep += 1
 
 
 class LayerHook(_HookThatStays):
@@ -196,12 +289,15 @@ class LayerHook(_HookThatStays):
         self._layer = layer
         self._thread = thread
 
-    def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
+    def __call__(self, module: nn.Module, _args: object, output: object) -> None:
         """Is called after the layer's forward (training thread, hot path)."""
-        if torch.compiler.is_compiling():
-            return
-        if threading.get_ident() == self._thread:
-            self._forward.observe(self._layer, output)
+        try:
+            if torch.compiler.is_compiling():
+                return
+            if threading.get_ident() == self._thread and not is_copy(module, self._layer.watched):
+                self._forward.observe(self._layer, output)
+        except RecursionError:
+            self._forward.num_too_deep += 1
 
 
 class GradientHook(_HookThatStays):
@@ -209,23 +305,25 @@ class GradientHook(_HookThatStays):
 
     Args:
         sample: Takes the gradient.
-        target: Which of its outputs this is.
+        number: Which of its outputs this is.
     """
 
-    __slots__ = ("_sample", "_target")
+    __slots__ = ("_number", "_sample")
 
     __torch_unserializable__ = True
     """Tells torch not to warn when the tensor is saved; the hook is left behind."""
 
-    def __init__(self, sample: _GradientObserver, target: int) -> None:
+    def __init__(self, sample: _GradientObserver, number: int) -> None:
         self._sample = sample
-        self._target = target
+        self._number = number
 
-    def __call__(self, gradient: torch.Tensor) -> None:
-        """Is called with the tensor's gradient (autograd thread, hot path)."""
-        if torch.compiler.is_compiling():
-            return
-        self._sample.arrived(self._target, gradient)
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        """Is called with the tensor's gradient, None for an undefined one (autograd thread, hot path)."""
+        try:
+            if not torch.compiler.is_compiling():
+                self._sample.arrived(self._number, gradient)
+        except RecursionError:
+            self._sample.num_too_deep += 1
 
 
 class ParameterHook(_HookThatStays):
@@ -246,8 +344,11 @@ class ParameterHook(_HookThatStays):
 
     def __call__(self, _parameter: torch.Tensor) -> None:
         """Is called when the parameter's gradient has been added to (autograd thread, hot path)."""
-        if torch.compiler.is_compiling():
-            return
         gradients = self._gradients()
-        if gradients is not None:
-            gradients.accumulated(self._target)
+        if gradients is None:
+            return
+        try:
+            if not torch.compiler.is_compiling():
+                gradients.accumulated(self._target)
+        except RecursionError:
+            gradients.num_too_deep += 1

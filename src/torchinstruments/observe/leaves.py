@@ -65,7 +65,7 @@ def tensors_in(output: object) -> Leaves:
         At most `MAX_TENSORS` tensors, not deeper than `MAX_DEPTH`; a container that holds itself is entered
         once.
     """
-    if isinstance(output, torch.Tensor):
+    if type(output) is torch.Tensor:
         return Leaves(((_ROOT, output),))
     walk = _Walk("output")
     walk.visit(_ROOT, output, 0)
@@ -114,17 +114,21 @@ class _Walk:
 
     def visit(self, path: str, value: object, depth: int) -> None:
         """Takes a tensor, or goes through a container; anything else is left."""
-        if isinstance(value, torch.Tensor):
-            if len(self.found) < MAX_TENSORS:
-                self.found[self._free(path)] = value
-            else:
-                self._stop(f"more than {MAX_TENSORS} tensors in one {self.what}; the rest is not measured")
-            return
         try:
-            self._enter(path, value, depth)
-        except Exception as error:  # noqa: BLE001 - a container of the user's; what was found before it stays
+            if isinstance(value, torch.Tensor):
+                self._take(path, value)
+            else:
+                self._enter(path, value, depth)
+        except Exception as error:  # noqa: BLE001 - the user's, down to its class; what was found before stays
             self.unreadable[self._free(path)] = error
             self.inside.discard(id(value))
+
+    def _take(self, path: str, tensor: torch.Tensor) -> None:
+        """Takes a tensor, where there is room."""
+        if len(self.found) < MAX_TENSORS:
+            self.found[self._free(path)] = tensor
+        else:
+            self._stop(f"more than {MAX_TENSORS} tensors in one {self.what}; the rest is not measured")
 
     def _enter(self, path: str, value: object, depth: int) -> None:
         """Goes through a container.

@@ -32,7 +32,7 @@ from torchinstruments.statistics.admission import admit
 from torchinstruments.statistics.batching import ScalarBatch
 from torchinstruments.statistics.contract import Reducer, known_metrics, reducer_name
 from torchinstruments.statistics.histograms import HistogramReducer, absent_histogram, due_histograms
-from torchinstruments.statistics.isolation import isolated
+from torchinstruments.statistics.isolation import functions_off, isolated, unintercepted
 
 __all__ = [
     "DEFAULT_SIGNALS",
@@ -330,9 +330,10 @@ def note_tensor(call: Call, signal: Signal, path: str, tensor: torch.Tensor) -> 
 def _look(part: Part | None, call: Call, signal: Signal, path: str, tensor: torch.Tensor) -> Observation:
     """Returns the observation of a tensor, with its numbers in the part's batch, if there is one."""
     timestamp_us = time.time_ns() // 1000
-    device = tensor.device
     in_focus = part is not None and call.layer.index in part.focus
-    with isolated(device.type):
+    with unintercepted():
+        device = tensor.device
+    with functions_off(), isolated(device.type):
         # What is computed while a graph is captured would become part of the graph.
         admitted = Absent(Reason.GRAPH_CAPTURE.value) if is_capturing_graph() else admit(tensor)
         if isinstance(admitted, Absent):
@@ -342,14 +343,16 @@ def _look(part: Part | None, call: Call, signal: Signal, path: str, tensor: torc
             if call.plain_scope is not Scope.LOCAL and scope is Scope.LOCAL:
                 scope = _scope_of_plain(call, signal, tensor)
             index, reason = -1 if part is None else part.batch.add(local, histograms=in_focus), ""
+    with unintercepted():
+        shape, dtype = _shape(local), _dtype(local)
     return Observation(
         call=call,
         signal=signal,
         tensor_path=path,
         timestamp_us=timestamp_us,
         scope=scope,
-        shape=_shape(local),
-        dtype=_dtype(local),
+        shape=shape,
+        dtype=dtype,
         device=_device(device),
         index=index,
         reason=reason,
@@ -422,9 +425,11 @@ def _scope_of_plain(call: Call, signal: Signal, tensor: torch.Tensor) -> Scope:
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """Returns the shape as plain numbers; empty where the tensor has no such shape."""
     try:
-        return tuple(tensor.shape)
-    except Exception:  # noqa: BLE001 - jagged tensors have symbolic lengths
+        shape = tuple(tensor.shape)
+    except Exception:  # noqa: BLE001 - nested tensors of the older kind have none
         return ()
+    # Jagged tensors have symbolic lengths, and to make a number of one may add a guard to a program.
+    return shape if all(type(size) is int for size in shape) else ()
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -99,6 +99,8 @@ class Observer:
             return True
         if self._is_closed:
             return self._probe.session.close(timeout_s)
+        # First of all, so that an interrupt in here leaves an observer that can still be closed.
+        self._probe.detach()
         self._is_closed = True
         registry.strike(self)
         self._probe.finish()

@@ -15,15 +15,14 @@ import time
 import weakref
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from torchinstruments.observe.engine import graph_task
-from torchinstruments.observe.faults import Tally
+from torchinstruments.observe.faults import Tally, too_deep
 from torchinstruments.observe.gradients import SampleGradients, Traversal
-from torchinstruments.observe.hooks import ParameterHook
+from torchinstruments.observe.hooks import ParameterHook, take_out
 from torchinstruments.observe.observation import (
     Call,
     Observation,
@@ -36,13 +35,12 @@ from torchinstruments.observe.observation import (
 )
 from torchinstruments.observe.sharding import ManagedParameters, is_flattened
 from torchinstruments.records import GradSync, Reason, SampleState, Scope, Signal, Stage
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
+from torchinstruments.statistics.isolation import unintercepted
 
 __all__ = [
     "ParameterGradients",
     "ParameterTarget",
+    "lack_gradients",
     "take_gradient",
     "take_parameters",
 ]
@@ -115,12 +113,14 @@ class ParameterGradients:
         self._sample: weakref.ref[SampleGradients] | None = None
         self._alike: dict[int, list[int]] = {}
         self._first: dict[int, int] = {}
-        self._handles: list[RemovableHandle] = []
+        self._hooks: dict[ParameterHook, weakref.ref[torch.Tensor]] = {}
         self._came: dict[int, dict[int, tuple[Part, int]]] = {}
         self._is_withdrawn = False
         # The backward that DDP reduces is the first one after its last forward, of whichever forward it is.
         self._other_task: int | None = None
         self._is_reduced = False
+        self.num_too_deep = 0
+        """Hooks of it that the stack had no room for."""
 
     @property
     def sample(self) -> SampleGradients | None:
@@ -134,8 +134,10 @@ class ParameterGradients:
     def expect(self, call: Call, tally: Tally) -> None:
         """Watches for the gradients of a layer's own parameters (training thread, hot path)."""
         for name, parameter in self._managed.own_parameters(call.layer.module):
-            # Of a frozen parameter nothing comes, and a model may have thousands of them.
-            if not parameter.requires_grad or not parameter.is_leaf:
+            with unintercepted():
+                # Of a frozen parameter nothing comes, and a model may have thousands of them.
+                may_come = parameter.requires_grad and parameter.is_leaf
+            if not may_come:
                 continue
             index = len(self.targets)
             target = self._target(call, name, parameter)
@@ -162,10 +164,14 @@ class ParameterGradients:
     def withdraw(self) -> None:
         """Takes the hooks out of the parameters. Idempotent (any thread)."""
         self._is_withdrawn = True
-        handles = self._handles
-        self._handles = []
-        for handle in handles:
-            handle.remove()
+        hooks = self._hooks
+        while hooks:
+            for hook, reference in list(hooks.items()):
+                # It is forgotten after it was taken out, since an interrupt may come between the two.
+                parameter = reference()
+                if parameter is not None:
+                    take_out(parameter, hook)
+                hooks.pop(hook, None)
 
     def accumulated(self, target: int) -> None:
         """Measures a gradient that was just added to; it never raises (autograd thread, hot path)."""
@@ -195,6 +201,10 @@ class ParameterGradients:
             self._grad_sync = traversal.grad_sync
             if self.facts is not None:
                 self.facts = replace(self.facts, grad_sync=traversal.grad_sync)
+        if self.num_too_deep:
+            traversal.tally.layer = ""
+            traversal.tally.fail(_PROBE, too_deep(self.num_too_deep))
+            self.num_too_deep = 0
         self.state = SampleState.BACKWARD_OBSERVED
         is_first = traversal.backward_index == 0
         if self._other_task == traversal.task:
@@ -232,13 +242,16 @@ class ParameterGradients:
 
     def _hook(self, parameter: torch.Tensor, index: int) -> None:
         """Puts the hook of a target before those of the program, which may take the gradient away."""
-        handle = parameter.register_post_accumulate_grad_hook(ParameterHook(self, index))
-        self._handles.append(handle)
+        hook = ParameterHook(self, index)
+        self._hooks[hook] = weakref.ref(parameter)
+        with unintercepted():
+            handle = parameter.register_post_accumulate_grad_hook(hook)
         if self._is_withdrawn:
             # By another thread's forward, meanwhile.
-            handle.remove()
+            take_out(parameter, hook)
             return
-        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        with unintercepted():
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         others = [key for key in hooks if key != handle.id]
         # The engine goes by the order of insertion alone. All in one call, so that no other thread's backward
         # can come upon a moment without them.
@@ -316,11 +329,22 @@ def take_parameters(part: Part, call: Call, managed: ManagedParameters, tally: T
             take_absence(part, call, Signal.PARAMETER, name, error_reason(error))
 
 
+def lack_gradients(part: Part, call: Call, managed: ManagedParameters, reason: str) -> None:
+    """Says of all stages of a layer's parameters' gradients why they are not measured (hot path)."""
+    for name, parameter in managed.own_parameters(call.layer.module):
+        with unintercepted():
+            may_come = parameter.requires_grad
+        like = _note(call, name, parameter) if may_come else None
+        for stage in (Stage.LOCAL_ACCUMULATED, Stage.REDUCED, Stage.APPLIED) if may_come else ():
+            take_absence(part, call, Signal.PARAMETER_GRADIENT, name, reason, like, stage)
+
+
 def take_gradient(part: Part, target: ParameterTarget, stage: Stage, tally: Tally) -> None:
     """Measures the gradient of a parameter as it is now, or says that there is none (hot path)."""
     try:
         parameter = target.parameter()
-        gradient = None if parameter is None else parameter.grad
+        with unintercepted():
+            gradient = None if parameter is None else parameter.grad
         if parameter is None or gradient is None:
             has_none = parameter is not None and parameter.numel() == 0
             _absent(part, target, stage, (Reason.EMPTY if has_none else Reason.NO_GRADIENT).value)

@@ -40,7 +40,7 @@ from torchinstruments.observe.engine import (
     run_while_traced,
     tracing,
 )
-from torchinstruments.observe.faults import Faults
+from torchinstruments.observe.faults import Faults, too_deep
 from torchinstruments.observe.fingerprints import Fingerprinter
 from torchinstruments.observe.gradients import GradientTracker
 from torchinstruments.observe.layers import COMPILED, ObservedLayers
@@ -50,7 +50,7 @@ from torchinstruments.observe.sampling import SamplingEvent, SamplingPolicy, is_
 from torchinstruments.observe.selection import Layer, Selector
 from torchinstruments.observe.session_protocol import Companion, ScaleSource, Session
 from torchinstruments.observe.sharding import NOT_SHARDED, Sharding
-from torchinstruments.observe.stack import is_called, num_calls
+from torchinstruments.observe.stack import is_called, is_in_reentrant_checkpoint, num_calls
 from torchinstruments.observe.stance import Forcing
 from torchinstruments.observe.unseen import report_out_of_reach, tell_unseen
 from torchinstruments.ranks.clock import StepClock
@@ -165,9 +165,14 @@ class RootProbe:
         self._replicated: frozenset[int] | None = replicated(model) if capture_direct_forwards else None
         self._fingerprinter = Fingerprinter(faults) if fingerprints else None
         self._watch = RootWatch(model, takes_input=self._takes_input)
+        self.num_too_deep = 0
+        """Permanent hooks that the stack had no room for."""
+        self.raised = 0
+        """The id of the error that is raised by `raise_pending`."""
         self._finalizer: weakref.finalize[..., RootProbe] | None = None
         self._calls = RunningCalls(self._give_up)
         self._traced: Counter[str] = Counter()
+        self._num_checkpointed = 0
         self._ordinals = itertools.count()
         # A signal handler may run the model while its thread is in here.
         self._lock = threading.RLock()
@@ -210,43 +215,42 @@ class RootProbe:
         report_out_of_reach(model, self._layers, self._selector_errors, self.faults)
         self._bypass.arm(compiled_parts(model).inside)
 
-    def detach(self) -> list[SampledForward]:
+    def detach(self) -> None:
         """Takes every hook out of the model; gradients that are on their way are dropped. Idempotent.
 
-        Returns:
-            The samples whose forwards this cut off.
+        Nothing is forgotten before it was removed: after an interrupt this can be called again.
         """
         self._is_armed = False
         self._watch.remove()
         if self._override is not None:
             self._override.remove()
-            self._override = None
+        _detach_all(self._companions, self._bypass, self._forcing)
         if self._finalizer is not None:
             self._finalizer.detach()
-        _detach_all(self._companions, self._bypass, self._forcing)
-        cut_off = self._calls.drop()
+        self._calls.drop()
         self._close_gradients()
-        return cut_off
 
     def finish(self) -> None:
         """Detaches and leaves what is still to be told with the session (training thread). Idempotent."""
+        self.detach()
         if self._is_finished:
             return
         self._is_finished = True
-        for sampled in self.detach():
-            self._miss(sampled.facts())
+        while self._calls.cut_off:
+            self._miss(self._calls.cut_off.pop().facts())
             self.faults.notice(
                 "forward",
                 "",
                 "the observer was removed while a sampled forward ran, which therefore counts as missed",
             )
+        self._tell_too_deep()
         if self._has_begun:
             if self._aligned is not None:
                 self._miss_planned(self._aligned.finish())
             self._attempts.close()
             self._attempts.tell_what_was_lost()
             self.tell_catalog()
-        tell_unseen(self._traced, self._bypass, self.faults)
+        tell_unseen(self._traced, self._num_checkpointed, self._bypass, self.faults)
 
     def tell_open_attempt(self) -> None:
         """Leaves the attempt that is open with the session (main thread, while the interpreter exits)."""
@@ -312,6 +316,7 @@ class RootProbe:
         if self.faults.raises:
             error = self.faults.take_pending() or self.session.pending_error()
             if error is not None:
+                self.raised = id(error)
                 raise error
 
     def root_started(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
@@ -330,6 +335,7 @@ class RootProbe:
                 return
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self.faults.report("forward", "", error)
+        self.raised = 0
         self.raise_pending()
         try:
             self._start(module)
@@ -382,7 +388,8 @@ class RootProbe:
             return False
         call = self._calls.current()
         if call is not None:
-            if num_calls(module) > 1:
+            # At a depth of 0 its end was interrupted, or a signal handler calls the model in it.
+            if call.depth > 0 and num_calls(module) > 1:
                 call.depth += 1
                 return False
             self._calls.abandon()
@@ -404,18 +411,20 @@ class RootProbe:
             return
         try:
             failed = call.has_failed()
-            if call.sampled is not None and self._root_layer is not None and not failed:
-                call.sampled.observe(self._root_layer, output)
-            call.depth -= 1
-            if call.depth == 0:
-                self._calls.end()
+            try:
                 if call.sampled is not None and not failed:
-                    call.sampled.returned(output)
-                if call.flight is not None:
+                    if self._root_layer is not None:
+                        call.sampled.observe(self._root_layer, output)
+                    if call.depth == 1:
+                        call.sampled.returned(output)
+                if call.depth == 1 and call.flight is not None:
                     call.flight.ended(output, failed=failed)
-                if call.backward_sync is not None and not failed:
+                if call.depth == 1 and call.backward_sync is not None and not failed:
                     call.backward_sync.watch(output)
-                self._end(call, failed=failed)
+            finally:
+                call.depth -= 1
+                if call.depth == 0:
+                    self._end(call, failed=failed)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self.faults.report("forward", "", error)
 
@@ -424,6 +433,7 @@ class RootProbe:
         if not self._begin():
             return
         self._bypass.disarm()
+        self._tell_too_deep()
         started_us = time.time_ns() // 1000
         self._tracker.root_started()
         grad_enabled = torch.is_grad_enabled()
@@ -435,15 +445,28 @@ class RootProbe:
             module, position, self.session.world_size
         )
         call = RootCall(grad_sync, sys.exception(), position, backward_sync, called=id(module))
+        if not grad_enabled and is_in_reentrant_checkpoint():
+            call.is_checkpointed = True
+            self._num_checkpointed += 1
         self._calls.begin(call)
-        is_chosen = self._is_chosen(position, started_us)
-        if self._forcing is not None:
-            # Before anything that may fail on one rank alone.
-            call.flight = self._forcing.forward_started(
-                position, is_chosen=is_chosen, world_size=self.session.world_size
-            )
-        if is_chosen:
-            self._sample(call, module, position, started_us)
+        try:
+            is_chosen = self._is_chosen(position, started_us)
+            if self._forcing is not None:
+                # Before anything that may fail on one rank alone.
+                call.flight = self._forcing.forward_started(
+                    position, is_chosen=is_chosen, world_size=self.session.world_size
+                )
+            if is_chosen:
+                self._sample(call, module, position, started_us)
+        finally:
+            if not self._is_armed:
+                self._cut_off(call)
+
+    def _tell_too_deep(self) -> None:
+        """Reports hooks that the stack had no room for."""
+        if self.num_too_deep:
+            self.faults.report("forward", "", too_deep(self.num_too_deep))
+            self.num_too_deep = 0
 
     def _begin(self) -> bool:
         """Returns whether this rank observes, which the first call settles (training thread, hot path)."""
@@ -501,7 +524,8 @@ class RootProbe:
         self._refresh(call.compiled)
         layers = self._layers.current
         is_compiled = call.flight is not None and not call.flight.is_forced
-        if is_compiled or is_capturing_graph():
+        # The sampler itself may have removed the observer.
+        if is_compiled or is_capturing_graph() or not self._is_armed:
             self._miss(SampleFacts(ordinal, position, started_us, call.grad_sync, len(layers), 0))
             return
         self._take_fingerprints(position)
@@ -518,6 +542,7 @@ class RootProbe:
             execution=Execution.EAGER if call.flight is None else Execution.FORCED_EAGER,
             backward_sync=call.backward_sync,
             sharding=self._sharding(),
+            is_checkpointed=call.is_checkpointed,
         )
         call.sampled = sampled
         if self._root_layer is not None:
@@ -534,6 +559,14 @@ class RootProbe:
         if model is None:
             return NOT_SHARDED
         return Sharding.of(model, with_parameters=self._takes_parameters)
+
+    def _cut_off(self, call: RootCall) -> None:
+        """Ends a call during whose begin the observer was removed, by the sampler or by another thread."""
+        self._calls.end()
+        if call.sampled is not None:
+            call.sampled.detach()
+            if call.sampled.claim_end():
+                self._miss(call.sampled.facts())
 
     def _take_fingerprints(self, position: Position) -> None:
         """Leaves the fingerprints of an attempt with the session, once (training thread, hot path)."""
@@ -567,23 +600,34 @@ class RootProbe:
             self.tell_catalog()
 
     def _end(self, call: RootCall, *, failed: bool) -> None:
-        """Takes the end of the outermost call."""
-        self._attempts.forward_ended(call.grad_sync, call.position)
-        if call.sampled is not None:
-            self._end_sample(call.sampled, failed=failed)
-            if self._is_armed:
+        """Takes the end of the outermost call; the next one ends it where an interrupt or error cuts in."""
+        try:
+            self._attempts.forward_ended(call.grad_sync, call.position)
+        finally:
+            if call.sampled is not None:
+                self._end_sample(call.sampled, failed=failed)
+            self._calls.end()
+            if call.sampled is not None:
                 self._bypass.arm(call.compiled.inside)
 
     def _end_sample(self, sampled: SampledForward, *, failed: bool) -> None:
-        """Hands over what a sampled forward brought."""
-        ended = sampled.end(failed=failed)
-        if ended is None:
-            return
-        delivery, gradients = ended
-        self._counts.add(samples=1)
-        self._deliver(delivery)
-        if gradients is not None:
-            gradients.forward_ended(delivery.facts)
+        """Hands over what a sampled forward brought, or that it is lost, where something raises."""
+        is_delivered = False
+        try:
+            if not sampled.claim_end():
+                sampled.detach()
+                return
+            delivery, gradients = sampled.end(failed=failed)
+            self._counts.add(samples=1)
+            is_delivered = True
+            self._deliver(delivery)
+            if gradients is not None:
+                gradients.forward_ended(delivery.facts)
+        except BaseException:
+            sampled.detach()
+            if not is_delivered:
+                self._miss(sampled.facts())
+            raise
         if self._layers.catalog.fired(sampled.order, time.monotonic()):
             self.tell_catalog()
 
@@ -644,7 +688,7 @@ def refuse_scripted(model: nn.Module) -> None:
 
 def _detach_all(companions: Sequence[Companion], bypass: Bypass, forcing: Forcing | None) -> None:
     """Detaches what was attached with a probe."""
-    bypass.disarm()
+    bypass.close()
     if forcing is not None:
         forcing.close()
     for companion in companions:

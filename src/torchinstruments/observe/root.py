@@ -11,24 +11,24 @@ code compiled anew, and an uncompiled call of the model is still seen by them.
 
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import nn
 
 from torchinstruments.observe.compiled import outermost_call
 from torchinstruments.observe.fused import may_be_fused
-from torchinstruments.observe.hooks import RootPostHook, root_pre_hook
+from torchinstruments.observe.hooks import RootPostHook, RootPreHook, move_to_end, root_pre_hook, take_out
 from torchinstruments.observe.slots import RootSlot, is_slot_free
 from torchinstruments.observe.wrappers import is_compiled_in_place
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 __all__ = ["RootWatch"]
 
 
 class _RootObserver(Protocol):
     """Who sees the calls of the attached model."""
+
+    num_too_deep: int
+    raised: int
 
     def root_started(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Takes the begin of a call (training thread, hot path)."""
@@ -59,8 +59,7 @@ class RootWatch:
         self._model = weakref.ref(model)
         self._outer = self._model
         self._takes_input = takes_input
-        self._handles: list[RemovableHandle] = []
-        self._post_hooks: list[tuple[weakref.ref[nn.Module], int]] = []
+        self._hooks: list[tuple[weakref.ref[nn.Module], RootPreHook, RootPostHook]] = []
         self._slots: list[RootSlot] = []
 
     @property
@@ -78,17 +77,15 @@ class RootWatch:
         """
         if is_compiled_in_place(module) or (may_be_fused(module) and is_slot_free(module)):
             slot = RootSlot(module, observer)
-            slot.install()
+            # Noted before it is placed, so that an interrupt leaves nothing that is not known.
             self._slots.append(slot)
+            slot.install()
             return
+        pre_hook, post_hook = root_pre_hook(observer, module), RootPostHook(observer, module)
+        self._hooks.append((weakref.ref(module), pre_hook, post_hook))
         # First of the pre-hooks and last of the hooks: what the model returns is what is measured.
-        pre_hook = root_pre_hook(observer)
-        self._handles.append(
-            module.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=self._takes_input)
-        )
-        post_hook = module.register_forward_hook(RootPostHook(observer), always_call=True)
-        self._handles.append(post_hook)
-        self._post_hooks.append((weakref.ref(module), post_hook.id))
+        module.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=self._takes_input)
+        module.register_forward_hook(post_hook, always_call=True)
 
     def follow(self, observer: _RootObserver) -> nn.Module | None:
         """Has the model seen where it is called, while it is traced there (compiling thread).
@@ -111,23 +108,22 @@ class RootWatch:
 
     def put_last(self, module: nn.Module) -> None:
         """Puts the hook of a module behind those of tools that came later (training thread, hot path)."""
-        hooks = module._forward_hooks  # noqa: SLF001 - has no public order
-        for watched, own in self._post_hooks:
-            if watched() is module and own in hooks:
-                hooks[own] = hooks.pop(own)
+        for watched, _, post_hook in self._hooks:
+            if watched() is module:
+                move_to_end(module, post_hook)
 
     def remove(self) -> None:
-        """Takes everything out again (any thread). Idempotent."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._post_hooks.clear()
+        """Takes everything out again (any thread). Idempotent, and can be called again after an interrupt."""
+        for watched, pre_hook, post_hook in self._hooks:
+            module = watched()
+            if module is not None:
+                take_out(module, pre_hook)
+                take_out(module, post_hook)
         for slot in self._slots:
             slot.remove()
-        self._slots.clear()
 
     def _watches(self, module: nn.Module) -> bool:
         """Returns whether calls of a module are seen already, outside of compiled code."""
         if is_compiled_in_place(module):
             return any(slot.is_installed_in(module) for slot in self._slots)
-        return any(watched() is module for watched, _ in self._post_hooks)
+        return any(watched() is module for watched, _, _ in self._hooks)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from torchinstruments.observe.stack import count_as_call
+from torchinstruments.observe.stack import count_as_call, is_copy
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -93,6 +93,10 @@ class CallSlot:
         module = self._module()
         if module is None:
             return False
+        if module.__dict__.get(_SLOT) is self:
+            # Another time: it must not stand over itself.
+            self.is_removed = False
+            return True
         self._previous = module.__dict__.get(_SLOT)
         self.is_removed = False
         module.__dict__[_SLOT] = self
@@ -106,7 +110,7 @@ class CallSlot:
             return
         previous = self._below()
         if previous is None:
-            del module.__dict__[_SLOT]
+            module.__dict__.pop(_SLOT, None)
         else:
             module.__dict__[_SLOT] = previous
 
@@ -157,6 +161,10 @@ class CallSlot:
             return below(*args, **kwargs)
         return module._call_impl(*args, **kwargs)  # noqa: SLF001 - what an empty slot runs
 
+    def _is_copy(self, module: nn.Module) -> bool:
+        """Returns whether a module is another one with the entry of this slot's."""
+        return is_copy(module, self._module())
+
     def _below(self) -> "CallSlot | Callable[..., Any] | None":
         """Returns what stands below it and was not removed: another of these, or a compiled call."""
         below = self._previous
@@ -199,6 +207,8 @@ class RootSlot(CallSlot):
         self, module: nn.Module, caller: "FrameType | None", args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Runs a call of the model (training thread, hot path)."""
+        if self._is_copy(module):
+            return self._run_below(module, caller, args, kwargs)
         self._observer.root_started(module, args, kwargs)
         try:
             output = self._run_below(module, caller, args, kwargs)
@@ -235,9 +245,9 @@ class _SampledSlot(CallSlot):
         self._forward = forward
         self._thread = thread
 
-    def _sees(self) -> bool:
-        """Returns whether a call of the current thread is part of the forward."""
-        return threading.get_ident() == self._thread and not self.is_removed
+    def _sees(self, module: nn.Module) -> bool:
+        """Returns whether a call of a module in the current thread is part of the forward."""
+        return threading.get_ident() == self._thread and not self.is_removed and not self._is_copy(module)
 
 
 class LayerSlot(_SampledSlot):
@@ -261,10 +271,10 @@ class LayerSlot(_SampledSlot):
         self, module: nn.Module, caller: "FrameType | None", args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Runs a call of the layer (training thread, hot path)."""
-        if self._sees():
+        if self._sees(module):
             self._forward.receive(self._layer, args, kwargs)
         output = self._run_below(module, caller, args, kwargs)
-        if self._sees():
+        if self._sees(module):
             self._forward.observe(self._layer, output)
         return output
 
@@ -290,12 +300,12 @@ class RegionSlot(_SampledSlot):
     ) -> Any:
         """Runs a call of the module (training thread, hot path)."""
         num_calls = 0
-        if self._sees():
+        if self._sees(module):
             num_calls = self._forward.num_calls(self._region)
             if self._region.own is not None:
                 self._forward.receive(self._region.own, args, kwargs)
         output = self._run_below(module, caller, args, kwargs)
-        if self._sees():
+        if self._sees(module):
             self._forward.region_ended(self._region, num_calls)
             if self._region.own is not None:
                 self._forward.observe(self._region.own, output)

@@ -9,9 +9,20 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 
-__all__ = ["callers", "count_as_call", "enclosing_call", "is_called", "num_calls", "runs_for"]
+__all__ = [
+    "callers",
+    "count_as_call",
+    "enclosing_call",
+    "is_called",
+    "is_copy",
+    "is_in_reentrant_checkpoint",
+    "num_calls",
+    "runs_for",
+]
 
+_CHECKPOINT = CheckpointFunction.forward.__code__
 _CALL = nn.Module._call_impl.__code__  # noqa: SLF001 - every call of a module runs it
 
 _direct_calls: set[CodeType] = set()
@@ -70,6 +81,32 @@ def enclosing_call(forward: object, module: nn.Module, frame: FrameType | None) 
             return None
         frame = frame.f_back
     return None
+
+
+def is_in_reentrant_checkpoint() -> bool:
+    """Returns whether a forward of reentrant checkpointing runs that may bring gradients (hot path).
+
+    There gradients are off, and the outputs that belong to the graph are made anew in the backward.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - nothing else tells
+    while frame is not None:
+        if frame.f_code is _CHECKPOINT:
+            # Without an input that requires a gradient it has none, as an evaluation has none.
+            return any(getattr(frame.f_locals.get("ctx"), "needs_input_grad", ()))
+        frame = frame.f_back
+    return False
+
+
+def is_copy(called: nn.Module, own: object) -> bool:
+    """Returns whether what is called is another module with the hooks of one (training thread, hot path).
+
+    The replicas of `torch.nn.DataParallel` are the module itself.
+
+    Args:
+        called: The module that is called.
+        own: The one that the hook was placed in.
+    """
+    return called is not own and not called.__dict__.get("_is_replica", False)
 
 
 def runs_for(frame: FrameType, module: nn.Module | None) -> bool:

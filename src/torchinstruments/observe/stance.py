@@ -32,7 +32,7 @@ from torchinstruments.observe.engine import (
     is_capturing_graph,
     keeps_graph,
 )
-from torchinstruments.observe.faults import Faults
+from torchinstruments.observe.faults import Faults, too_deep
 from torchinstruments.observe.hooks import GradientHook
 from torchinstruments.observe.leaves import tensors_in
 from torchinstruments.observe.sampling import AlwaysSampler, EveryNStepsSampler, SamplingPolicy
@@ -80,6 +80,8 @@ class Flight:
         """Whether a backward began that leaves nothing of the graph."""
         self.is_blind = False
         """Whether nothing was found in what the model returned that would tell of a backward."""
+        self.num_too_deep = 0
+        """Hooks of it that the stack had no room for."""
         self._task = -1
 
     def ended(self, output: object, *, failed: bool) -> None:
@@ -107,7 +109,7 @@ class Flight:
         if not hooked:
             self.over()
 
-    def arrived(self, target: int, gradient: torch.Tensor) -> None:  # noqa: ARG002 - as hooks call it
+    def arrived(self, number: int, gradient: torch.Tensor | None) -> None:  # noqa: ARG002 - as hooks call it
         """Takes that a backward has begun; it never raises (autograd thread, hot path)."""
         task = graph_task()
         owner = self.owner()
@@ -127,6 +129,9 @@ class Flight:
         """Lets it be waited for no more (training or autograd thread, hot path)."""
         self.state = _State.OVER
         owner = self.owner()
+        if self.num_too_deep and owner is not None:
+            owner.faults.report(_PROBE, "", too_deep(self.num_too_deep))
+            self.num_too_deep = 0
         _PROCESS.settle(None if owner is None else owner.faults)
 
     def _engine_ended(self) -> None:

@@ -9,10 +9,13 @@ from torchinstruments.observe.direct import replicated
 from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.layers import ObservedLayers
 
-__all__ = ["TRACING", "report_out_of_reach", "tell_unseen"]
+__all__ = ["CHECKPOINTED", "TRACING", "report_out_of_reach", "tell_unseen"]
 
 TRACING = "tracing"
 """What forwards that were only traced are counted under, among the errors."""
+
+CHECKPOINTED = "checkpointed"
+"""What forwards inside reentrant activation checkpointing are counted under, among the errors."""
 
 
 def report_out_of_reach(
@@ -41,11 +44,12 @@ def report_out_of_reach(
         )
 
 
-def tell_unseen(traced: Mapping[str, int], bypass: Bypass, faults: Faults) -> None:
+def tell_unseen(traced: Mapping[str, int], num_checkpointed: int, bypass: Bypass, faults: Faults) -> None:
     """Tells of calls that are not in any count of forwards (training thread, at the end).
 
     Args:
         traced: Forwards by what traced them.
+        num_checkpointed: Root forwards inside reentrant activation checkpointing.
         bypass: Counted calls of parts.
         faults: Takes it.
     """
@@ -53,6 +57,14 @@ def tell_unseen(traced: Mapping[str, int], bypass: Bypass, faults: Faults) -> No
         forwards = "forward" if number == 1 else "forwards"
         sentence = f"{number} {forwards} under {kind} {'was' if number == 1 else 'were'} not observed"
         faults.notice(TRACING, "", sentence, is_worth_a_warning=False, times=number)
+    if num_checkpointed:
+        number = "1 forward" if num_checkpointed == 1 else f"{num_checkpointed} forwards"
+        sentence = (
+            f"{number} of the model ran as a whole inside reentrant activation checkpointing, where "
+            f"gradients are off: they open no attempt at a step, and their gradients are not measured; give "
+            f"use_reentrant=False"
+        )
+        faults.notice(CHECKPOINTED, "", sentence, times=num_checkpointed)
     sentence = bypass.sentence()
     if sentence:
         faults.notice("bypassed", "", sentence)

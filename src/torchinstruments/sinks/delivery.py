@@ -94,6 +94,8 @@ class Delivery:
         self._modules: tuple[ModuleRecord, ...] = ()
         self._place: tuple[Identity, Claim] | None = None
         self._thread: threading.Thread | None = None
+        # Held while the thread is started, and by who closes for the look at it; a signal handler may close.
+        self._starting = threading.RLock()
         self._closing = False
         self._everything_arrived = False
         self._inert = False
@@ -173,12 +175,15 @@ class Delivery:
             identity: Who this process is, for the sinks that are `RankAware`.
             claim: What the ranks agreed on, for the same ones.
         """
-        if self._thread is not None or self._takes_nothing():
-            return
-        self._sinks = list(sinks)
-        self._place = None if identity is None or claim is None else (identity, claim)
-        self._thread = threading.Thread(target=self._work, args=(run,), name=THREAD_NAME, daemon=True)
-        self._thread.start()
+        with self._starting:
+            if self._thread is not None or self._takes_nothing():
+                return
+            self._sinks = list(sinks)
+            self._place = None if identity is None or claim is None else (identity, claim)
+            thread = threading.Thread(target=self._work, args=(run,), name=THREAD_NAME, daemon=True)
+            # Not known before it runs: it cannot be waited for until then.
+            thread.start()
+            self._thread = thread
 
     @property
     def on_writer_thread(self) -> bool:
@@ -232,12 +237,13 @@ class Delivery:
         Returns:
             Whether everything is where readers look.
         """
-        thread = self._thread
         if self._inert:
             return True
-        if thread is None:
-            self._closing = True
-            return len(self._outbox) == 0
+        with self._starting:
+            thread = self._thread
+            if thread is None:
+                self._closing = True
+                return len(self._outbox) == 0
         if not self._closing:
             self._closing = True
             self._requests.put(_Close(time.monotonic() + timeout_s, complete))

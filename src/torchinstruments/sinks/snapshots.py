@@ -35,6 +35,7 @@ from torchinstruments.records import (
     Sample,
     SampleState,
     Signal,
+    error_text,
 )
 from torchinstruments.store.filesystem import is_remote, redact
 from torchinstruments.store.layout import rank_folder
@@ -293,7 +294,20 @@ def _add(snapshot: dict[str, Any], sample: Sample) -> None:
         call = _call(snapshot["modules"].setdefault(one.layer, []), one.call_index)
         moment = f"/{one.stage}" if one.stage else ""
         traversal = f"/backward_{one.backward_index}" if one.backward_index else ""
-        tensor = _tensor(one)
+        try:
+            tensor = _tensor(one)
+            json.dumps(tensor, allow_nan=False)
+        except Exception as error:  # noqa: BLE001 - one tensor may not cost the others
+            snapshot["errors"].append(
+                {
+                    "timestamp": _iso(datetime.now(UTC)),
+                    "module": one.layer,
+                    "probe": "snapshot",
+                    "exception_type": type(error).__name__,
+                    "message": error_text(error),
+                }
+            )
+            continue
         if one.signal is Signal.PARAMETER_GRADIENT:
             # What a step finds may have been unscaled since the backward.
             tensor["loss_scale"] = sample.loss_scale

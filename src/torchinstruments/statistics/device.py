@@ -21,7 +21,14 @@ import numpy as np
 import torch
 
 from torchinstruments.statistics.bins import Binned, BinRule
-from torchinstruments.statistics.device_bins import device_edges, device_float_ends, device_sorted_counts
+from torchinstruments.statistics.device_bins import (
+    LOWEST,
+    device_edges,
+    device_float_ends,
+    device_sorted_counts,
+    entries_given,
+    moved_down,
+)
 from torchinstruments.statistics.facts import EMPTY, QUARTERS, Facts
 from torchinstruments.statistics.measured import Measured
 from torchinstruments.statistics.moments import NO_MOMENTS, resolve
@@ -59,11 +66,11 @@ class PackedFacts:
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which entries are compared and sorted on a device; the step there is exact.
 
-    uint64 is the exception: it is rounded to float64, for devices can do little else with it.
+    uint64, with which devices can do little, goes to int64 moved down by 2**63 (`device_bins.moved_down`).
     """
     if dtype.is_floating_point:
         return dtype if dtype.itemsize > 1 else torch.float32
-    unsigned = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.float64}
+    unsigned = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
     return unsigned.get(dtype, torch.int16 if dtype.itemsize == 1 else dtype)
 
 
@@ -121,6 +128,9 @@ class _Entries:
         self, tensor: torch.Tensor, accumulate: torch.dtype, max_scratch_bytes: int, *, is_ordered: bool
     ) -> None:
         self._dtype = working_dtype(tensor.dtype)
+        self._is_moved = tensor.dtype is torch.uint64
+        if self._is_moved:
+            tensor = tensor.view(torch.int64)
         self._accumulate = accumulate
         num_entries = tensor.numel()
         # Flat copy, masked copy, sorted values and their int64 positions, and as much again for the sort.
@@ -132,7 +142,7 @@ class _Entries:
         self._num_zero = self._num_finite
         for entries in self._pieces():
             self._num_finite = self._num_finite + torch.isfinite(entries).sum()
-            self._num_zero = self._num_zero + (entries == 0).sum()
+            self._num_zero = self._num_zero + (entries == (LOWEST if self._is_moved else 0)).sum()
 
     def ordered(self, repeats: int, rules: Sequence[BinRule]) -> list[torch.Tensor]:
         """Returns everything that an order of the entries gives, to be packed."""
@@ -143,14 +153,15 @@ class _Entries:
         else:
             found = in_order[0].index_select(0, ranks)
         low, high, pivot = (found.narrow(0, index, 1).view(()) for index in (0, 1, 4))
-        parts = [*self._facts(low, high, pivot), found.narrow(0, 2, 2 * len(QUARTERS))]
-        ends = device_float_ends(low, high, self._accumulate)
+        quartiles = found.narrow(0, 2, 2 * len(QUARTERS))
+        parts = [*self._facts(low, high, pivot), self._floats(quartiles)]
+        ends = device_float_ends(low, high, self._accumulate, is_moved=self._is_moved)
         every_edges = [device_edges(rule, *ends) for rule in rules]
         counts = [torch.zeros(edges.shape, dtype=torch.int64, device=edges.device) for edges in every_edges]
         # Radix selection never holds an order as a whole: pieces are sorted one by one, and counts add up.
         for piece in (in_order or self._sorted_pieces()) if rules else ():
             counts = [
-                count + device_sorted_counts(piece, edges)
+                count + device_sorted_counts(piece, edges, is_moved=self._is_moved)
                 for count, edges in zip(counts, every_edges, strict=True)
             ]
         for edges, count in zip(every_edges, counts, strict=True):
@@ -160,7 +171,7 @@ class _Entries:
     def unordered(self) -> list[torch.Tensor]:
         """Returns the facts that need no order, to be packed."""
         low, high = self._extremes()
-        scale, unscale, _ = _scales(low, high, self._accumulate)
+        scale, unscale, _ = _scales(low.to(self._accumulate), high.to(self._accumulate))
         total = torch.zeros((), dtype=self._accumulate, device=low.device)
         for entries in self._pieces():
             total = total + _finite_or_zero(entries.to(self._accumulate) * scale, entries).sum()
@@ -176,13 +187,13 @@ class _Entries:
         """Returns the first numbers of the packed tensor, with sums of distances from the pivot."""
         total, total_squares, shift, exponent = self._sums(low, high, pivot)
         counts = (*_halves(self._num_finite), *_halves(self._num_zero))
-        return [*counts, total, total_squares, shift, exponent, low, high]
+        return [*counts, total, total_squares, shift, exponent, self._floats(low), self._floats(high)]
 
     def _sums(
         self, low: torch.Tensor, high: torch.Tensor, pivot: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns sums of distances and of their squares, the scaled pivot and the scale's exponent."""
-        scale, _, exponent = _scales(low, high, self._accumulate)
+        scale, _, exponent = _scales(self._floats(low), self._floats(high))
         shift = pivot.to(self._accumulate) * scale
         is_wide = not self._dtype.is_floating_point and self._dtype.itemsize == 8
         # Where a difference of two entries cannot overflow int64 it is exact; no float holds the entries.
@@ -196,7 +207,11 @@ class _Entries:
             shifted = _finite_or_zero(shifted, entries)
             total = total + shifted.sum()
             total_squares = total_squares + (shifted * shifted).sum()
-        return total, total_squares, shift, exponent
+        return total, total_squares, self._floats(pivot) * scale, exponent
+
+    def _floats(self, entries: torch.Tensor) -> torch.Tensor:
+        """Returns the nearest floats to some entries as they were given."""
+        return (entries_given(entries) if self._is_moved else entries).to(self._accumulate)
 
     def _count(self) -> torch.Tensor:
         """Returns the finite entries as a divisor: 1 where there is none, when nothing of it is looked at."""
@@ -219,7 +234,7 @@ class _Entries:
     def _pieces(self) -> Iterator[torch.Tensor]:
         """Yields all entries in flat pieces of the working dtype."""
         for piece in flat_pieces(self._tensor, self._num_piece):
-            yield piece.to(self._dtype)
+            yield moved_down(piece) if self._is_moved else piece.to(self._dtype)
 
     def _nonfinite_last(self) -> Iterator[torch.Tensor]:
         """Yields the same pieces with everything that is not finite replaced by what sorts last."""
@@ -254,15 +269,14 @@ def _ranks(num_finite: torch.Tensor, repeats: int) -> torch.Tensor:
     return torch.div(ranks, repeats, rounding_mode="floor")
 
 
-def _scales(
-    low: torch.Tensor, high: torch.Tensor, accumulate: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _scales(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns a power of two that brings the largest entry near 1, the one that takes it back, its exponent.
 
     Both are put together from bits, for no library's ``exp2`` or ``ldexp`` is exact on every device.
     """
+    accumulate = low.dtype
     integer, fraction_bits, bias, limit = _EXPONENT_FIELD[accumulate]
-    largest = torch.maximum(low.to(accumulate).abs(), high.to(accumulate).abs())
+    largest = torch.maximum(low.abs(), high.abs())
     exponent = torch.bitwise_right_shift(largest.view(integer), fraction_bits) - bias
     exponent = exponent.clamp(min=-limit, max=limit)
     scale = torch.bitwise_left_shift(bias - exponent, fraction_bits).view(accumulate)

@@ -18,7 +18,7 @@ from torchinstruments.records import Absent, Reason, storable
 from torchinstruments.statistics.admission import admit
 from torchinstruments.statistics.bins import Binned, BinRule, fixed_edges
 from torchinstruments.statistics.facts import Facts
-from torchinstruments.statistics.isolation import isolated
+from torchinstruments.statistics.isolation import functions_off, isolated
 from torchinstruments.statistics.measuring import look
 
 __all__ = [
@@ -138,7 +138,7 @@ class HistogramReducer:
         Args:
             tensor: Any tensor. One that cannot be measured has a histogram that says why.
         """
-        with isolated(tensor):
+        with functions_off(), isolated(tensor):
             admitted = admit(tensor)
             if isinstance(admitted, Absent):
                 return absent_histogram(self.name, admitted.reason)

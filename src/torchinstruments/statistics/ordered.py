@@ -33,6 +33,9 @@ __all__ = [
 _COUNT_PIECE = 1 << 16
 """Entries counted at a time: they are widened to indices, which stay in the cache."""
 
+_LOOKED_AT = 1024
+"""Entries of a piece that tell how it is counted."""
+
 
 class OrderedEntries(Protocol):
     """The finite entries of a tensor in order."""
@@ -179,13 +182,29 @@ def count_entries(tensor: torch.Tensor) -> CountedEntries:
     bits = torch.uint8 if tensor.dtype.itemsize == 1 else torch.uint16
     by_code = np.zeros(1 << (8 * tensor.dtype.itemsize), dtype=np.int64)
     for piece in flat_pieces(tensor, _COUNT_PIECE):
-        # One pass; `numpy.bincount` looks for the highest value first, and makes an array for each piece.
-        np.add.at(by_code, piece.view(bits).numpy().astype(np.intp), 1)
+        _count_codes(by_code, piece.view(bits).numpy())
     known = _codes(tensor.dtype)
     counts = np.concatenate([by_code[run] for run in known.runs])
     occurs = np.flatnonzero(counts != 0)
     counts = counts[occurs]
     return CountedEntries(known.values[occurs], counts, counts.cumsum())
+
+
+def _count_codes(by_code: Array, codes: Array) -> None:
+    """Adds to the table how often each code occurs in a piece.
+
+    A processor adds to one place again only after it has added to it before, so that entries which repeat
+    their neighbour cost up to ten times as much as others. Where most of the first ones do, in sorted data
+    or a constant, runs are counted in place of entries.
+    """
+    first = codes[: _LOOKED_AT + 1]
+    if first.size > 1 and np.count_nonzero(first[1:] == first[:-1]) * 8 > (first.size - 1) * 7:
+        starts = np.concatenate((np.zeros(1, np.intp), np.flatnonzero(codes[1:] != codes[:-1]) + 1))
+        lengths = np.diff(starts, append=codes.size)
+        np.add.at(by_code, codes[starts].astype(np.intp), lengths)
+        return
+    # One pass; `numpy.bincount` looks for the highest value first, and makes an array for each piece.
+    np.add.at(by_code, codes.astype(np.intp), 1)
 
 
 @lru_cache(maxsize=16)

@@ -5,8 +5,8 @@ about a microsecond, whatever it is given. So small tensors are copied into the 
 added, which fixes their values at that moment, and a whole matrix is sorted, searched and summed at once.
 Rows are as long as the next power of two; what is left of a row is NaN and sorts last.
 
-Every dtype of at most 32 bits fits float32 or float64 exactly. Rows do not see each other: a tensor's numbers
-do not depend on its neighbours.
+Every dtype of at most 32 bits fits float32 or float64 exactly, and integers of 64 bits mostly do. Rows do not
+see each other: a tensor's numbers do not depend on its neighbours.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,9 +48,14 @@ _OF_NUMPY = {
     torch.float32: torch.float32,
     torch.int32: torch.float64,
     torch.uint32: torch.float64,
+    torch.int64: torch.float64,
+    torch.uint64: torch.float64,
     torch.float64: torch.float64,
 }
-"""Dtypes that NumPy knows, with those that hold them exactly."""
+"""Dtypes that NumPy knows, with those that hold them exactly; integers of 64 bits up to `_EXACT_BELOW`."""
+
+_EXACT_BELOW = 2**53
+"""Whole numbers of a smaller size are all float64 numbers. Ids of tokens are, and what is counted."""
 
 _ROW_DTYPES = {**_OF_NUMPY, **dict.fromkeys((torch.bfloat16, *_FLOAT8), torch.float32)}
 
@@ -99,7 +104,7 @@ class SmallTensors:
             rules: The histograms that are wanted.
 
         Returns:
-            Its place, or None where it is empty, too large, or of 64-bit integers.
+            Its place, or None where it is empty, too large, or of integers that float64 does not hold.
 
         Raises:
             Exception: What the measuring of a full matrix raised, or a lack of memory.
@@ -108,7 +113,7 @@ class SmallTensors:
         if num_entries > MAX_PACKED_ENTRIES or num_entries == 0:
             return None
         dtype = _ROW_DTYPES.get(tensor.dtype)
-        if dtype is None:
+        if dtype is None or (tensor.dtype.itemsize == 8 and not _fits_float64(tensor)):
             return None
         width = max(_MIN_WIDTH, 1 << (num_entries - 1).bit_length())
         block = self._open.get((dtype, width))
@@ -269,6 +274,14 @@ class _Block:
         if self._columns is None:
             raise RuntimeError(self._failure)
         return self._columns
+
+
+def _fits_float64(tensor: torch.Tensor) -> bool:
+    """Returns whether float64 holds every entry of a tensor of 64 bits."""
+    if tensor.dtype is torch.float64:
+        return True
+    source: Array = tensor.numpy()
+    return int(source.max()) < _EXACT_BELOW and int(source.min()) > -_EXACT_BELOW
 
 
 def _ranks(num_finite: Array) -> Array:

@@ -17,6 +17,7 @@ from torchinstruments.records import (
     ModuleRecord,
     RunRecord,
     Sample,
+    error_text,
 )
 from torchinstruments.store import layout
 from torchinstruments.store.index_page import Collected, encode_index
@@ -87,18 +88,26 @@ class RankDocuments:
         """Returns both documents as an orderly close leaves them, by base name; none before `at_attach`.
 
         Where there are no summaries, because of an error or for want of time, `in_time` being asked for that,
-        the page says so and the catalog stands.
+        the page says so and the catalog stands. It names the layers whose summaries alone cannot be written.
         """
         if self._run is None:
             return {}
         result = encode_catalog(modules)
+        refused: list[ErrorRecord] = []
+
+        def refuse(layer: str, error: Exception) -> None:
+            refused.append(
+                ErrorRecord("result", layer, type(error).__name__, error_text(error), at=written_at)
+            )
+
         if not self._trouble:
             try:
-                result = encode_result(modules, self._summary.finish(), self._summary.rows_left_out, in_time)
+                left_out = self._summary.rows_left_out
+                result = encode_result(modules, self._summary.finish(), left_out, in_time, refuse)
             except TimeoutError as error:
                 self._trouble = str(error)
         collected = self._collected(modules, counters, written_at)
-        collected = replace(collected, is_closed=True, errors=errors)
+        collected = replace(collected, is_closed=True, errors=(*errors, *refused))
         return {
             layout.RESULT_FILE: result,
             layout.INDEX_FILE: encode_index(self._identity, self._claim, self._run, collected),

@@ -23,9 +23,15 @@ def _always() -> bool:
     return True
 
 
+def _raise(_layer: str, error: Exception) -> None:
+    raise error
+
+
 def encode_catalog(modules: Sequence[ModuleRecord]) -> bytes:
     """Returns the document as it is at attach: all layers, nothing measured."""
-    return _array(_layer_record(module.layer, module, []) for module in sorted(modules, key=_layer))
+    return _array(
+        encode_json(_layer_record(module.layer, module, [])) for module in sorted(modules, key=_layer)
+    )
 
 
 def encode_result(
@@ -33,6 +39,7 @@ def encode_result(
     summaries: SeriesSummaries,
     rows_left_out: Mapping[str, int],
     in_time: Callable[[], bool] = _always,
+    on_error: Callable[[str, Exception], None] = _raise,
 ) -> bytes:
     """Returns the document as it is after the close.
 
@@ -41,6 +48,8 @@ def encode_result(
         summaries: Of this process.
         rows_left_out: Rows by layer that no summary covers, since their series is beyond the bound.
         in_time: Asked before each layer whether there is time left for it.
+        on_error: Told of a layer whose summaries cannot be written, and why. It stands there without them,
+            all its rows as left out, and the others are written.
 
     Raises:
         TimeoutError: There was not.
@@ -51,12 +60,19 @@ def encode_result(
     by_layer = {module.layer: module for module in modules}
     layers = sorted({*by_layer, *places, *rows_left_out})
 
-    def records() -> Iterator[dict[str, object]]:
+    def records() -> Iterator[bytes]:
         for done, layer in enumerate(layers):
             if not in_time():
                 raise TimeoutError(f"the close had time for {done} of {len(layers)} layers")
-            tensors = _tensor_records(summaries, places.get(layer, ()))
-            yield _layer_record(layer, by_layer.get(layer), tensors, rows_left_out.get(layer, 0))
+            own, left_out = places.get(layer, ()), rows_left_out.get(layer, 0)
+            module = by_layer.get(layer)
+            try:
+                tensors = _tensor_records(summaries, own)
+                yield encode_json(_layer_record(layer, module, tensors, left_out))
+            except Exception as error:  # noqa: BLE001 - one layer may not cost the others
+                on_error(layer, error)
+                left_out += sum(int(summaries.observations[place]) for place in own)
+                yield encode_json(_layer_record(layer, module, [], left_out))
 
     return _array(records())
 
@@ -65,8 +81,8 @@ def _layer(module: ModuleRecord) -> str:
     return module.layer
 
 
-def _array(records: Iterable[dict[str, object]]) -> bytes:
-    return b"[" + b",".join(encode_json(record) for record in records) + b"]\n"
+def _array(records: Iterable[bytes]) -> bytes:
+    return b"[" + b",".join(records) + b"]\n"
 
 
 def _layer_record(

@@ -61,3 +61,17 @@ def test_a_model_that_was_only_traced_is_not_said_to_be_never_called(
     """The sentence counts the traces, unless there were forwards too."""
     reason = likely_reason(described(AlwaysSampler()), forwards=forwards, elapsed_s=9.0, traced=traced)
     assert words in reason
+
+
+@pytest.mark.parametrize(
+    ("checkpointed", "words"),
+    [(12, "all 12 forwards ran inside reentrant"), (11, "fewer than 5 attempts")],
+)
+def test_a_model_that_was_checkpointed_as_a_whole_is_not_said_to_have_stepped_too_seldom(
+    checkpointed: int, words: str
+) -> None:
+    """No attempt was seen to begin there, however many steps there were."""
+    described_as = described(EveryNStepsSampler(5))
+    reason = likely_reason(described_as, forwards=12, elapsed_s=9.0, checkpointed=checkpointed)
+    assert words in reason
+    assert ("use_reentrant=False" in reason) is (checkpointed == 12)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from typing_extensions import override
 
+from torchinstruments.config import ErrorPolicy
 from torchinstruments.observe import gradients
 from torchinstruments.records import SampleState, ScaleProvenance, Signal
 from unit.observe.memory import MemorySession, Recorder, num_hooks, observe, value
@@ -394,3 +395,147 @@ def test_a_module_that_returns_its_input_shares_the_gradient(session: MemorySess
     observe(model, session)
     model(torch.ones(1, 2)).sum().backward()
     assert sorted((m.layer, value(m)) for m in session.gradients()) == [("0", 1.0), ("1", 1.0)]
+
+
+class OnlyLeft(torch.autograd.Function):
+    """Two outputs; what does not depend on the loss has no gradient, not even zeros."""
+
+    @staticmethod
+    @override
+    def forward(*args: Any, **_kwargs: Any) -> Any:
+        ctx, x = args
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> torch.Tensor | None:
+        left, right = gradients
+        assert right is None
+        return None if left is None else left * 2
+
+
+def halves(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Two views."""
+    return x.chunk(2, 1)
+
+
+def vectors(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Left vectors and singular values, of which the test takes the first."""
+    return tuple(torch.linalg.svd(x, full_matrices=False))[:2]
+
+
+@pytest.mark.parametrize("split", [halves, torch.unbind, vectors, OnlyLeft.apply])
+def test_an_undefined_gradient_is_none_and_no_error(session: MemorySession, split: Any) -> None:
+    """Autograd runs the hooks of all outputs of an operation, with None for those that nothing depends on."""
+    model = nn.Sequential(nn.Linear(4, 4), Recorder(split))
+    observe(model, session, policy=ErrorPolicy.RAISE)
+    for _ in range(2):
+        model(torch.rand(2, 4))[0].sum().backward()
+    assert session.errors == []
+    first = [(m.layer, m.tensor_path, m.reasons[0]) for m in session.samples()[1].measurements]
+    assert ("1", "grad_output.0", "") in first
+    assert ("1", "grad_output.1", "no_gradient") in first
+    assert ("0", "grad_output", "") in first
+    assert len(first) == 3
+    missing = next(m for m in session.gradients() if m.tensor_path == "grad_output.1")
+    assert (missing.shape, missing.dtype) == (session.outputs()[2].shape, "float32")
+
+
+def test_a_leaf_with_an_undefined_gradient_has_none_either(session: MemorySession) -> None:
+    """A parameter that a module puts out is watched by a tensor hook as well, which is given None."""
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        @override
+        def forward(*args: Any, **_kwargs: Any) -> Any:
+            return args[1] * 2
+
+        @staticmethod
+        @override
+        def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+            return None
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.out = Recorder(lambda _: self.weight)
+
+        @override
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = Nothing.apply(self.out(x))
+            return out
+
+    model = Model()
+    observe(model, session, signals=(*Signal,), selector=lambda name, _: name == "out", steps=None)
+    model(torch.ones(2)).sum().backward()
+    assert session.errors == []
+    assert [(m.layer, m.reasons[0]) for m in session.gradients()] == [("out", "no_gradient")]
+
+
+class Guarded(torch.Tensor):
+    """A tensor that refuses what the observer asks it and counts what it is asked."""
+
+    asked: list[str] = []  # noqa: RUF012 - of the class, for the results of operations have no state
+    refused = ""
+
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name == cls.refused:
+            raise NotImplementedError(f"no {name}")
+        cls.asked.append(name)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("refused", ["_is_view", "register_hook"])
+def test_a_subclass_that_refuses_questions_has_its_gradients_all_the_same(
+    session: MemorySession, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """Its own functions are not asked, and every gradient stands under its own layer."""
+    monkeypatch.setattr(Guarded, "refused", refused)
+    model = nn.Sequential(
+        Recorder(lambda x: (x * 2).as_subclass(Guarded)),
+        Recorder(lambda x: x.as_subclass(torch.Tensor) * 3),
+        nn.Linear(2, 2, bias=False),
+    )
+    observe(model, session)
+    x = torch.ones(1, 2, requires_grad=True)
+    (model(x) * 5).sum().backward()
+    assert session.errors == []
+    (weight,) = model.parameters()
+    through = (weight.sum(0) * 5).sum().item() / 2
+    assert {m.layer: value(m) for m in session.gradients()} == {
+        "2": 5.0,
+        "1": pytest.approx(through),
+        "0": pytest.approx(3 * through),
+    }
+
+
+def test_a_hook_that_cannot_be_placed_costs_its_own_gradient(
+    session: MemorySession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was placed before the exception finds no target, and the next one has a number of its own."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    observe(model, session)
+    placed = torch.Tensor.register_hook
+    calls: list[object] = []
+
+    def place_and_raise(tensor: torch.Tensor, hook: Any) -> Any:
+        calls.append(hook)
+        handle = placed(tensor, hook)
+        if len(calls) == 2:
+            raise MemoryError("no room")
+        return handle
+
+    monkeypatch.setattr(torch.Tensor, "register_hook", place_and_raise)
+    (model(torch.ones(1, 2)) * 7).sum().backward()
+    assert [(e.probe, e.module, e.type) for e in session.errors] == [("gradient", "1", "MemoryError")]
+    found = {m.layer: m for m in session.gradients()}
+    assert len(session.gradients()) == 3
+    assert value(found["2"]) == 7.0
+    assert found["1"].reasons[0] == "reducer_error: MemoryError: no room"
+    assert found["0"].reasons[0] == ""
+    assert [m.layer for m in session.samples()[1].measurements] == ["2", "0"]

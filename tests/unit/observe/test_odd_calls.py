@@ -1,6 +1,7 @@
 """Whatever a program does with its model: the right value or the right reason, and never an error of ours."""
 
 import copy
+import sys
 import threading
 from collections import namedtuple
 from dataclasses import dataclass
@@ -12,10 +13,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from torchinstruments.observe import observation, probe
-from torchinstruments.records import SampleState
+from torchinstruments.records import SampleState, Signal
+from torchinstruments.statistics.histograms import histogram
 from unit.observe.memory import MemorySession, Recorder, observe, value
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - what a model may return
@@ -413,3 +418,209 @@ def test_layers_captured_into_a_graph_inside_a_forward_are_skipped_with_the_reas
         "3": "",
     }
     assert len(seen) == 4
+
+
+class Functions(TorchFunctionMode):
+    """Keeps the name of every function that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+class Operations(TorchDispatchMode):
+    """Keeps every operation that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Curious(torch.Tensor):
+    """Keeps the name of every function that is called with it."""
+
+    seen: list[str] = []  # noqa: RUF012 - of the class, for the results of operations have no state
+
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(getattr(func, "__name__", str(func)))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("kind", ["function mode", "dispatch mode", "subclass"])
+def test_who_watches_the_operations_of_a_model_does_not_see_the_observer(
+    session: MemorySession, kind: str
+) -> None:
+    """The same calls in the same order with all signals measured as without an observer."""
+
+    def watched() -> list[str]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+        if with_observer:
+            observe(model, session, signals=(*Signal,), histograms=(histogram(),), fingerprints=True)
+        x = torch.randn(3, 4)
+        if kind == "subclass":
+            Curious.seen.clear()
+            model(x.as_subclass(Curious)).sum().backward()
+            return list(Curious.seen)
+        mode = Functions() if kind == "function mode" else Operations()
+        with mode:
+            model(x).sum().backward()
+        return mode.seen
+
+    with_observer = False
+    alone = watched()
+    with_observer = True
+    assert watched() == alone
+    assert len(alone) > 4
+    assert {m.signal for s in session.samples() for m in s.measurements} == set(Signal)
+
+
+def shallow(module: nn.Module) -> nn.Module:
+    """A copy that shares everything with the module, its hooks and its slot too."""
+    twin = copy.copy(module)
+    vars(twin).update(vars(module))
+    return twin
+
+
+@pytest.mark.parametrize("copied", [copy.copy, shallow])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_shallow_copy_of_the_model_is_not_the_model(
+    session: MemorySession, copied: Any, is_fused: bool
+) -> None:
+    """It has the dictionaries of the model, and so its hooks; a call of it counts nothing."""
+    model = nn.TransformerEncoderLayer(4, 1, 4, 0.0) if is_fused else nn.Sequential(nn.Linear(4, 4))
+    observer = observe(model, session)
+    twin = copied(model)
+    x = torch.ones(1, 2, 4)
+    twin(x).sum().backward()
+    assert observer.counters.forwards == 0
+    assert session.deliveries == []
+    model(x).sum().backward()
+    twin(x).sum().backward()
+    assert observer.counters.forwards == 1
+    assert [sample.position.forward_index for sample in session.samples()] == [0, 0]
+
+
+def test_a_shallow_copy_of_a_layer_is_not_the_layer(session: MemorySession) -> None:
+    """Whether it is made before or in a sampled forward, and each has the rows of its own calls."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(2, 2)
+            self.second = copy.copy(self.first)
+            self.second.register_parameter("bias", None)
+
+        @override
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first: torch.Tensor = self.first(x)
+            passing: torch.Tensor = copy.copy(self.first)(x)
+            second: torch.Tensor = self.second(first + passing)
+            return second
+
+    model = Model()
+    assert model.first._forward_hooks is model.second._forward_hooks
+    observe(model, session, signals=(Signal.INPUT, Signal.OUTPUT))
+    model(torch.ones(3, 2))
+    assert [(m.layer, m.call_index) for m in session.outputs()] == [("first", 0), ("second", 0)]
+    assert [(m.layer, m.call_index) for m in session.of(Signal.INPUT)] == [("first", 0), ("second", 0)]
+    assert session.errors == []
+
+
+@pytest.mark.filterwarnings("ignore:torchinstruments. 2 forwards of the model ran as a whole")
+def test_a_model_that_is_checkpointed_as_a_whole_says_why_there_are_no_gradients(
+    session: MemorySession,
+) -> None:
+    """Its forwards have no gradients, the recomputation is no forward, and the end tells how many."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    observer = observe(model, session, signals=(*Signal,))
+    x = torch.ones(1, 2, requires_grad=True)
+    for _ in range(2):
+        checkpoint(model, x, use_reentrant=True).sum().backward()
+    first = session.samples()[0]
+    missing = {
+        (m.layer, m.signal, m.stage, m.tensor_path, m.reasons[0])
+        for m in first.measurements
+        if m.values[0] is None
+    }
+    assert missing == {
+        ("0", Signal.OUTPUT_GRADIENT, "", "grad_output", "reentrant_checkpoint"),
+        ("1", Signal.OUTPUT_GRADIENT, "", "grad_output", "reentrant_checkpoint"),
+        *(
+            ("0", Signal.PARAMETER_GRADIENT, stage, name, "reentrant_checkpoint")
+            for stage in ("local_accumulated", "reduced", "applied")
+            for name in ("weight", "bias")
+        ),
+    }
+    with torch.no_grad(), pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
+        checkpoint(model, x.detach(), use_reentrant=True)
+    assert {m.reasons[0] for m in session.samples()[-1].measurements} == {""}
+    observer.close()
+    assert observer.counters.errors == {"checkpointed": 2}
+
+
+class Deep(nn.Module):
+    """Calls its layer from a recursion that leaves as many levels of the stack as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.room = 0
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frame, depth = sys._getframe(), 0
+        while frame is not None:
+            frame, depth = frame.f_back, depth + 1
+        return self.down(sys.getrecursionlimit() - depth - self.room, x)
+
+    def down(self, levels: int, x: torch.Tensor) -> torch.Tensor:
+        """Goes down and calls the layer there."""
+        if levels > 0:
+            return self.down(levels - 1, x)
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+def least_room(model: Deep) -> int:
+    """The levels that the layer needs at least."""
+    for room in range(100):
+        model.room = room
+        try:
+            model(torch.ones(1, 2))
+        except RecursionError:
+            continue
+        return room
+    raise AssertionError("it always fails")
+
+
+@pytest.mark.filterwarnings("ignore:torchinstruments")
+@pytest.mark.parametrize("signals", [(Signal.OUTPUT,), (Signal.INPUT, Signal.OUTPUT)])
+def test_a_model_that_recurses_deeply_is_not_stopped_by_a_hook(
+    session: MemorySession, signals: tuple[Signal, ...]
+) -> None:
+    """Of the stack a hook needs one level, and what it had no room for is counted and reported."""
+    model = Deep()
+    alone = least_room(model)
+    observe(model, session, signals=signals)
+    assert least_room(model) <= alone + 1
+    last = session.samples()[-1]
+    assert last.state is SampleState.FORWARD_COMPLETE
+    assert last.errors == 1
+    assert {e.type for e in session.errors} == {"RecursionError"}
+    assert "left a hook no room on the stack" in session.errors[-1].message
+    model.room = alone + 60
+    session.deliveries.clear()
+    model(torch.ones(1, 2))
+    assert [m.reasons[0] for m in session.outputs()] == [""]

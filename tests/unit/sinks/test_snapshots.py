@@ -302,3 +302,15 @@ def test_parameters_and_their_gradients_stand_under_their_signals(tmp_path: Path
         "weight/applied": 1.0,
     }
     assert (snapshot["state"], snapshot["loss_scale"]) == ("backward_observed", 8.0)
+
+
+def test_a_tensor_that_json_cannot_hold_does_not_cost_the_others(tmp_path: Path) -> None:
+    """The snapshot names it among its errors and has the rest."""
+    sink = begun(tmp_path)
+    odd = dataclasses.replace(measurement(1), shape=(2, object()))  # type: ignore[arg-type]
+    sink.observe(forward(0, odd, measurement(0)))
+    snapshot = read(tmp_path / "snapshots" / "000000.json")
+    assert list(snapshot["modules"]["layer99"][0]["outputs"]) == ["output"]
+    assert snapshot["modules"]["layer98"][0]["outputs"] == {}
+    (error,) = snapshot["errors"]
+    assert (error["module"], error["probe"], error["exception_type"]) == ("layer98", "snapshot", "TypeError")

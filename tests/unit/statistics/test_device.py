@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from torchinstruments.records import Absent
+from torchinstruments.statistics import device
 from torchinstruments.statistics.bins import BinRule, sorted_counts
 from torchinstruments.statistics.device import accumulation_dtype, pack_facts, working_dtype
 from torchinstruments.statistics.facts import EMPTY, moment_values, named_values
@@ -25,14 +26,21 @@ DTYPES = (
     torch.float32,
     torch.float64,
     torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
     torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
     torch.int8,
     torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
     torch.int16,
     torch.int32,
     torch.int64,
     torch.bool,
 )
+WITHOUT_SIGN = (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.float8_e8m0fnu)
 SCRATCH = {"sorted": 1 << 28, "in_pieces": 64 * 100}
 
 every_scratch = pytest.mark.parametrize("max_scratch_bytes", SCRATCH.values(), ids=SCRATCH.keys())
@@ -45,6 +53,8 @@ def sample(dtype: torch.dtype) -> torch.Tensor:
     entries[::7] = 0.0
     if dtype.is_floating_point:
         entries[3], entries[40], entries[700] = math.nan, math.inf, -math.inf
+    if dtype in WITHOUT_SIGN:
+        entries = entries.abs()
     return entries.to(dtype).view(30, 50)
 
 
@@ -245,21 +255,113 @@ def test_an_empty_tensor_sends_nothing() -> None:
     assert packed.finish([]) == Measured(EMPTY)
 
 
-def test_uint64_is_measured_in_float64() -> None:
-    """The one dtype that devices hardly know is rounded to 53 bits, and still measured."""
-    tensor = torch.tensor([2**63, 2**63 + 2**40], dtype=torch.uint64)
-    packed = pack_facts(tensor, is_ordered=True, max_scratch_bytes=1 << 20)
-    assert packed.finish(packed.scalars.tolist()).facts.maximum == float(2**63 + 2**40)
+@every_scratch
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [2**64 - 1, 2**64 - 1000, 2**64 - 500],
+        [2**63, 2**63 - 1, 2**63 + 1],
+        [0, 2**64 - 1],
+        [0, 0, 1, 5],
+        [2**53 + 1, 2**53 + 3, 2**53 + 2],
+        [2**63 + 1025, 2**63 + 3072, 2**62],
+        [0, 2**63 - 1],
+    ],
+)
+def test_uint64_is_as_exact_as_on_the_host(entries: list[int], max_scratch_bytes: int) -> None:
+    """Devices hardly know it, float64 does not hold it, and yet distances, order and bins are right."""
+    tensor = torch.tensor(entries, dtype=torch.uint64).repeat(300)
+    packed = pack_facts(tensor, is_ordered=True, rules=RULES, max_scratch_bytes=max_scratch_bytes)
+    found, expected = packed.finish(packed.scalars.tolist()), on_host(tensor)
+    alike(found, expected)
+    exact = list(entries)
+    mean = sum(exact) / len(exact)
+    assert moment_values(found.facts)["mean"] == pytest.approx(mean, rel=1e-15)
+    spread = math.sqrt(sum((len(exact) * entry - sum(exact)) ** 2 for entry in exact) / len(exact) ** 3)
+    assert moment_values(found.facts)["std"] == pytest.approx(spread, rel=1e-12, abs=1e-6)
+    sums = pack_facts(tensor, is_ordered=False, max_scratch_bytes=max_scratch_bytes)
+    without_order = moment_values(sums.finish(sums.scalars.tolist()).facts)
+    assert without_order["std"] == pytest.approx(spread, rel=1e-12, abs=1e-6)
+
+
+@every_scratch
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [2**63 - 1, 2**63 - 1000, 2**63 - 500],
+        [-(2**63), -(2**63) + 700],
+        [2**53 + 1, 2**53 + 3, 2**53 + 2],
+        [0, 2**63 - 1],
+    ],
+)
+def test_int64_beyond_float64_is_as_exact_as_on_the_host(entries: list[int], max_scratch_bytes: int) -> None:
+    """The deviation comes from distances, which are whole numbers."""
+    tensor = torch.tensor(entries, dtype=torch.int64).repeat(300)
+    packed = pack_facts(tensor, is_ordered=True, rules=RULES, max_scratch_bytes=max_scratch_bytes)
+    alike(packed.finish(packed.scalars.tolist()), on_host(tensor))
 
 
 @every_dtype
 def test_the_working_dtype_holds_every_entry(dtype: torch.dtype) -> None:
     """The step to the dtype of comparisons and back changes nothing."""
-    tensor = torch.nan_to_num(sample(torch.float32)).to(dtype)
-    assert torch.equal(tensor.to(working_dtype(dtype)).to(dtype).to(torch.float64), tensor.to(torch.float64))
+    entries = sample(torch.float32)
+    entries = torch.nan_to_num(entries.abs() if dtype in WITHOUT_SIGN else entries, 0.0, 0.0, 0.0).to(dtype)
+    there = entries.to(working_dtype(dtype))
+    assert torch.equal(there.to(dtype).to(torch.float64), entries.to(torch.float64))
 
 
 def test_the_accumulation_dtype_is_the_widest_that_the_device_has() -> None:
     """float64 everywhere but on Apple's devices."""
     assert accumulation_dtype(torch.device("cuda", 0)) is torch.float64
     assert accumulation_dtype(torch.device("mps")) is torch.float32
+
+
+@pytest.mark.parametrize("num_entries", [1, 2, 3, 4, 5, 7])
+def test_counts_at_the_edge_of_a_half_are_whole(num_entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count just below, at and just above what one of its two numbers holds."""
+    monkeypatch.setattr(device, "_HALF_COUNT", 4)
+    tensor = torch.zeros(num_entries)
+    rule = BinRule(2, (-1.0, 1.0))
+    packed = pack_facts(tensor, is_ordered=True, rules=(rule,), max_scratch_bytes=1 << 20)
+    found = packed.finish(packed.scalars.tolist())
+    assert (found.facts.num_entries, found.facts.num_zero) == (num_entries, num_entries)
+    assert found.binned[0].up_to.tolist() == [0, 0, num_entries]
+    assert max(packed.scalars.tolist()[:4]) < 4
+
+
+def test_both_halves_of_a_count_fit_float32() -> None:
+    """The largest of each, for as many entries as any memory holds."""
+    half = device._HALF_COUNT
+    for count in (half - 1, half, half + 1, half * half - 1):
+        high, low = device._halves(torch.tensor(count))
+        assert int(high.to(torch.float32)) * half + int(low.to(torch.float32)) == count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint64, torch.int8], ids=str)
+@pytest.mark.parametrize("spare_bytes", [-1, 0, 1])
+def test_what_just_fits_is_sorted_and_what_does_not_is_selected(dtype: torch.dtype, spare_bytes: int) -> None:
+    """The bound of the scratch decides by the byte, and both ways give the numbers of the host."""
+    tensor = sample(dtype)
+    needed = tensor.numel() * (5 * working_dtype(dtype).itemsize + 16)
+    with Operations() as operations:
+        packed = pack_facts(tensor, is_ordered=True, max_scratch_bytes=needed + spare_bytes)
+    assert ("scatter_add_" in operations.names) is (spare_bytes < 0)
+    assert ("sort" in operations.names) is (spare_bytes >= 0)
+    found = packed.finish(packed.scalars.tolist())
+    expected = measure_on_host(tensor, is_ordered=True, max_scratch_bytes=1 << 28)
+    alike(found, expected)
+
+
+@pytest.mark.parametrize("num_entries", [99, 100, 101, 200, 201])
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_pieces_of_every_size_leave_no_entry_out(num_entries: int, is_ordered: bool) -> None:
+    """The last piece may hold one entry or be full."""
+    tensor = torch.arange(num_entries, dtype=torch.float32)
+    rules = (BinRule(4),) if is_ordered else ()
+    packed = pack_facts(tensor, is_ordered=is_ordered, rules=rules, max_scratch_bytes=64 * 100 // 2)
+    found = packed.finish(packed.scalars.tolist())
+    moments = moment_values(found.facts)
+    assert moments["mean"] == (num_entries - 1) / 2
+    assert (found.facts.minimum, found.facts.maximum) == (0.0, num_entries - 1)
+    if is_ordered:
+        assert found.binned[0].up_to.tolist()[-1] == num_entries

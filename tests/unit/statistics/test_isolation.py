@@ -1,5 +1,7 @@
 """The context in which telemetry computes."""
 
+import sys
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from torchinstruments.statistics.isolation import isolated
+from torchinstruments.statistics.isolation import functions_off, isolated
 
 
 class CountsDispatches(TorchDispatchMode):
@@ -84,7 +86,7 @@ def test_dispatch_modes_see_nothing() -> None:
 def test_function_modes_see_nothing() -> None:
     """So does a mode on functions; the default device, for one, works as such."""
     with CountsFunctions() as mode:
-        with isolated("cpu"):
+        with functions_off(), isolated("cpu"):
             torch.ones(2) + 1
         assert mode.functions == []
         torch.ones(2)
@@ -124,3 +126,47 @@ def test_inference_mode_is_left_alone() -> None:
         with isolated("cpu"):
             assert torch.is_inference_mode_enabled()
         assert torch.is_inference_mode_enabled()
+
+
+def interrupt_at(number: int) -> tuple[bool, list[bool]]:
+    """Computes something with an interrupt at the nth line of the context's own code.
+
+    Returns:
+        Whether there was such a line, and whether gradients, autocast and the mode are on afterwards.
+    """
+    left = number
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.endswith("statistics/isolation.py"):
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    square = torch.ones(2, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16), CountsDispatches() as mode, CountsFunctions():
+        sys.settrace(trace)
+        try:
+            with functions_off(), isolated(square):
+                square @ square
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        mode.operations.clear()
+        product = square @ square
+        on = [product.requires_grad, product.dtype is torch.bfloat16, mode.operations != []]
+    return left <= 0, on
+
+
+def test_an_interrupt_anywhere_leaves_everything_as_it_was() -> None:
+    """The way out is no line of Python, and the way in takes back what it had done."""
+    number, was_reached = 1, True
+    while was_reached:
+        was_reached, on = interrupt_at(number)
+        assert on == [True, True, True], number
+        number += 1
+    assert number > 10

@@ -58,3 +58,24 @@ def test_booleans_are_counted_as_zero_and_one() -> None:
     """False is a zero, True is one."""
     ordered = count_entries(torch.tensor([True, False, True]))
     assert (ordered.at([0, 2]), ordered.num_zero) == ([0.0, 1.0], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "entries",
+    [
+        torch.ones(200_000),
+        torch.arange(200_000) // 3_000,
+        torch.cat((torch.zeros(70_000), torch.arange(130_001) % 7)),
+        torch.cat((torch.arange(3_000) % 5, torch.full((140_000,), math.nan))),
+        torch.tensor([2.0]),
+        torch.tensor([2.0, 2.0]),
+    ],
+    ids=["constant", "sorted", "runs, then none", "none, then runs", "one", "two"],
+)
+def test_runs_are_counted_like_single_entries(entries: torch.Tensor, dtype: torch.dtype) -> None:
+    """However often an entry repeats its neighbour, each value is counted as often as it occurs."""
+    tensor = torch.nan_to_num(entries, 1.0).to(dtype) if not dtype.is_floating_point else entries.to(dtype)
+    values, counts = torch.unique(tensor[torch.isfinite(tensor)].to(torch.float64), return_counts=True)
+    ordered = count_entries(tensor)
+    assert (ordered.values.tolist(), ordered.counts.tolist()) == (values.tolist(), counts.tolist())

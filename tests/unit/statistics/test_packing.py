@@ -92,13 +92,31 @@ def test_the_numbers_of_a_tensor_do_not_depend_on_its_neighbours() -> None:
     [
         torch.empty(0),
         torch.zeros(MAX_PACKED_ENTRIES + 1),
-        torch.zeros(3, dtype=torch.int64),
-        torch.zeros(3, dtype=torch.uint64),
+        torch.tensor([0, 2**53]),
+        torch.tensor([-(2**53), 5]),
+        torch.tensor([-(2**63), 2**63 - 1]),
+        torch.tensor([1, 2**64 - 1], dtype=torch.uint64),
     ],
 )
 def test_what_is_empty_too_large_or_too_wide_is_not_taken(tensor: torch.Tensor) -> None:
     """float64 does not hold every whole number of 64 bits."""
     assert SmallTensors().add(tensor) is None
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([2**53 - 1, 1 - 2**53, 0, 3]),
+        torch.tensor([2**53 - 1, 2**53 - 3, 7], dtype=torch.uint64),
+        torch.arange(30_000, 30_200).view(10, 20).t(),
+    ],
+)
+def test_whole_numbers_that_float64_holds_are_measured_as_if_alone(tensor: torch.Tensor) -> None:
+    """Ids of tokens are, and the largest whose neighbours are too."""
+    small = SmallTensors()
+    place = place_of(small, tensor, RULES)
+    small.measure()
+    check(place.measured(), alone(tensor, RULES))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32], ids=str)

@@ -133,3 +133,24 @@ def test_it_is_given_up_when_time_is_over() -> None:
 
     with pytest.raises(TimeoutError, match="1 of 2 layers"):
         encode_result([module(0), module(1)], summaries_of(), {}, lambda: next(answers))
+
+
+def test_a_layer_that_cannot_be_written_does_not_cost_the_others() -> None:
+    """It stands there with its rows as left out, and who asked is told which it was and why."""
+    odd = dataclasses.replace(measurement(1), shape=("j1", 2))  # type: ignore[arg-type]
+    told: list[tuple[str, str]] = []
+
+    found = decoded(
+        encode_result(
+            [module(0), module(1)],
+            summaries_of(forward(0, measurement(0), odd), forward(1, odd)),
+            {"layer98": 4},
+            on_error=lambda layer, error: told.append((layer, type(error).__name__)),
+        )
+    )
+
+    assert [(one["layer"], len(one["tensors"]), one.get("rows_left_out")) for one in found] == [
+        ("layer98", 0, 4 + 2 * len(odd.metrics)),
+        ("layer99", 1, None),
+    ]
+    assert told == [("layer98", "ValueError")]
