@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,7 @@ class Marked:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
         self.session = session
         clock = StepClock()
-        watch = OptimizerWatch(clock, self.model.parameters)
+        watch = OptimizerWatch(clock, weakref.ref(self.model))
         self.observer: Observer = InertObserver()
         if observed:
             self.observer = observe(self.model, session, policy=policy, clock=clock, companions=(watch,))
