@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 import weakref
 from typing import Any
 
@@ -276,6 +277,24 @@ def test_a_number_that_cannot_be_used_is_left_out_and_told_once(
     strict = Marked(MemorySession(), ErrorPolicy.RAISE)
     with pytest.raises(ConfigurationError, match=message):
         strict.observer.step(**numbers)
+
+
+def test_each_kind_of_notice_is_told_whatever_was_told_before(session: MemorySession) -> None:
+    """A number that disagreed first silences none that cannot be used, of either argument, and vice versa."""
+    usable: list[dict[str, Any]] = [{"micro_batches": 4}, {"micro_batches": 0}, {"global_step": -1}]
+    for order in (usable, usable[::-1]):
+        marked = Marked(MemorySession())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for numbers in order * 2:
+                marked.blocks(**numbers)
+        assert len(caught) == len(marked.notices()) == 3
+        for text in (
+            "declared micro_batches=4 and ran 1",
+            "step(micro_batches=...)",
+            "step(global_step=...)",
+        ):
+            assert sum(text in notice for notice in marked.notices()) == 1
 
 
 def test_integers_of_numpy_are_numbers_too(session: MemorySession) -> None:
