@@ -253,6 +253,24 @@ def test_several_steps_with_forwards_between_them_in_a_block_are_no_bypass(sessi
     assert session.errors == []
 
 
+def test_an_attempt_reaches_the_session_where_a_long_evaluation_begins(session: MemorySession) -> None:
+    """A process that is killed in it has lost none; the evaluation's samples stand in the attempt."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    clock = StepClock(told_after_s=-1.0)
+    observe(model, session, clock=clock, companions=(OptimizerWatch(clock, weakref.ref(model)),))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert session.attempts == []
+    with torch.no_grad():
+        for _ in range(2):
+            model(torch.ones(1, 2))
+    (record,) = session.attempts
+    assert (record.attempt, record.outcome, record.last_forward_index) == (0, Outcome.APPLIED, 0)
+    places = [one.position for one in session.samples() if one.backward_index is None]
+    assert [(one.attempt, one.forward_in_attempt) for one in places] == [(0, 0), (0, 1), (0, 2)]
+
+
 UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"global_step": -1}, r"step\(global_step=...\) was given -1"),
     ({"global_step": True}, r"was given True"),
