@@ -45,6 +45,13 @@ def test_a_window_has_a_record_a_step_once():
     assert window.take_records(None) == ()
 
 
+class _Unchanged:
+    """Brings nothing."""
+
+    def amend(self, record: AttemptRecord) -> AttemptRecord:
+        return record
+
+
 class _KeepsSpans:
     """A device's clock that keeps what it is to measure."""
 
@@ -53,11 +60,7 @@ class _KeepsSpans:
 
     def amendments(self, attempts: Sequence[Spans]) -> Sequence[Amendment]:
         self.spans += attempts
-        return [_unchanged for _ in attempts]
-
-
-def _unchanged(record: AttemptRecord) -> AttemptRecord:
-    return record
+        return [_Unchanged() for _ in attempts]
 
 
 def test_what_a_device_is_to_measure_does_not_grow_with_a_window_that_goes_on():
