@@ -9,7 +9,7 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -295,18 +295,13 @@ def _attach(
     policy: Policy,
 ) -> Observer:
     model_ref = weakref.ref(model)
-
-    def parameters() -> Iterable[torch.Tensor]:
-        present = model_ref()
-        return () if present is None else present.parameters()
-
     faults = Faults(error_policy, session.put_error)
     device = device_times(_first_device(model), faults.report_companion)
     now = time.perf_counter if device is None else device.now
     clock = StepClock(declared_optimizer=optimizers is not None, device=device)
     steps = StepRelay() if Signal.PARAMETER_GRADIENT in signals else None
     watch = OptimizerWatch(
-        clock, parameters, optimizers, on_error=faults.report_companion, now=now, listener=steps
+        clock, model_ref, optimizers, on_error=faults.report_companion, now=now, listener=steps
     )
     scale = ScalerWatch(
         clock,

@@ -544,7 +544,7 @@ class AttemptRecord:
         optimizer: Ordinal of the optimizer in the order of first sight; -1 where none stepped.
         optimizer_attempt: Ordinal of this try among those of this optimizer.
         first_forward_index: First root forward of the window.
-        last_forward_index: Last root forward of the window.
+        last_forward_index: Last root forward of the window, or the last one until it was told.
         micro_batches: Grad-enabled root forwards in it.
         micro_batches_synced: Those whose gradients were to be synchronised.
         last_micro_batch_sync: `GradSync` of the last one.

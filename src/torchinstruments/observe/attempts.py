@@ -100,7 +100,7 @@ class AttemptFeed:
         declared, seen = record.micro_batches_declared, record.micro_batches
         if declared is not None and declared != seen and not failed:
             self.notice(
-                "micro_batches",
+                "declared",
                 f"a block of Observer.step declared micro_batches={declared} and ran {seen} with gradients "
                 f"(attempt {record.attempt}, global_step {record.global_step}); both numbers are in the "
                 f"steps table, and of further blocks they are only there",

@@ -9,6 +9,10 @@ A step that runs a closure is met before its forwards. Where its optimizer has s
 already, the closure's first grad-enabled forward opens the next window and the running step moves into it;
 otherwise the step belongs to the open window, as one optimizer of several.
 
+A window that was stepped waits for its next window to be told, through evaluations of minutes. So it is told
+earlier where an evaluation forward begins long after its last step: as it is then, while it stays open for
+positions.
+
 A program may say itself where a window begins and ends; then nothing else opens or closes one in between.
 Beyond such a boundary no window is open until the next grad-enabled forward or the next boundary.
 
@@ -33,10 +37,13 @@ from torchinstruments.records import (
     StepProvenance,
 )
 
-__all__ = ["MAX_STEPS_IN_WINDOW", "Started", "StepClock"]
+__all__ = ["MAX_STEPS_IN_WINDOW", "TOLD_AFTER_S", "Started", "StepClock"]
 
 MAX_STEPS_IN_WINDOW = 16_384
 """Steps that one window keeps; only a program that bypasses the attached model's hooks comes near it."""
+
+TOLD_AFTER_S = 20.0
+"""An evaluation forward so many seconds after a window's last step has the window told, open as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,7 @@ class Started:
 
     Attributes:
         position: Where the forward stands.
-        closed: Attempts of the window that it closed, if it did.
+        closed: Attempts of the window that it closed, if it did, or that had waited long enough.
     """
 
     position: Position
@@ -59,14 +66,23 @@ class StepClock:
     the training thread waits for it. Any order of them is taken without an exception.
     """
 
-    def __init__(self, *, declared_optimizer: bool = False, device: DeviceClock | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        declared_optimizer: bool = False,
+        device: DeviceClock | None = None,
+        told_after_s: float = TOLD_AFTER_S,
+    ) -> None:
         """Makes a clock that has seen nothing.
 
         Args:
             declared_optimizer: Whether the caller named an optimizer, so that attempts are known to be
                 counted before the first step.
             device: Measures the phases again, where the moments of the events carry a device's marks.
+            told_after_s: Seconds after its last step that a window waits for an end before an evaluation has
+                it told.
         """
+        self._told_after_s = told_after_s
         self._is_declared = declared_optimizer
         self._optimizer_known = declared_optimizer
         self._device = device
@@ -188,7 +204,8 @@ class StepClock:
             now_us: Microseconds since the epoch, UTC.
 
         Returns:
-            The forward's position, and the records of the window that it closed.
+            The forward's position, and records: of the window that it closed, or of the open one where that
+            was stepped long before. The latter know nothing of forwards from this one on.
         """
         self._drop_aborted_step(now_s)
         self._timer.settle_backward(now_s, self._window, self._running)
@@ -200,6 +217,8 @@ class StepClock:
         elif window is not None and window.explicit and window.forwards == 0:
             window.started_at_us = now_us
             self._begin_boundary(window, now_s)
+        elif window is not None and self._has_waited(window, now_s):
+            closed = window.take_records(self._device)
         index = self._num_forwards
         self._num_forwards += 1
         self._timer.forward_began(now_s)
@@ -410,6 +429,15 @@ class StepClock:
         running = self._running
         return running is None or window.last_step(running.key) is not None
 
+    def _has_waited(self, window: Window, now_s: float) -> bool:
+        """Whether an evaluation that begins now may be the first of a long one behind a window's last step.
+
+        In a block micro-batches may follow a step, and its end is told by the program.
+        """
+        if self._running is not None or window.explicit or window.num_told == len(window.steps):
+            return False
+        return window.stepped_s is not None and now_s - window.stepped_s > self._told_after_s
+
     def _open_window(self, now_s: float, now_us: int) -> Window:
         window = Window(
             self._next_attempt,
@@ -438,11 +466,14 @@ class StepClock:
         if window is None:
             return ()
         self._timer.window_closed(window)
+        if window.steps:
+            return window.take_records(self._device)
         outcome, evidence = Outcome.UNKNOWN, Evidence.NONE
         if self._optimizer_known or failed:
             outcome = Outcome.ABANDONED
             evidence = Evidence.EXPLICIT if window.explicit else Evidence.NONE
-        return window.records(Step(-1, -1, 0, outcome, evidence), self._device)
+        window.steps.append(Step(-1, -1, 0, outcome, evidence))
+        return window.take_records(self._device)
 
     def _add_step(self, key: int, now_s: float, outcome: Outcome, evidence: Evidence) -> Step | None:
         """Puts a step into the open window; returns it, or None where it has no record."""
@@ -457,6 +488,7 @@ class StepClock:
             return None
         step = Step(key, ordinal, attempt, outcome, evidence)
         window.steps.append(step)
+        window.stepped_s = now_s
         return step
 
     def _last_step(self, key: int) -> Step | None:

@@ -1,9 +1,8 @@
 """Sees optimizers step through torch's global step hooks, and tells the clock about those of this model.
 
 An optimizer counts when at least one of its parameters belongs to the model *at that moment*: ``fully_shard``
-and the like replace parameters, and optimizers come and go. The full comparison is made once an optimizer;
-later steps compare a handful of witnesses (first parameters, number of groups), so that they cost
-microseconds.
+and the like replace parameters, and optimizers come and go. `ranks.membership` says so, at microseconds a
+step.
 
 What wraps an optimizer and is none to torch (Accelerate's, DeepSpeed's, Lightning's) is seen through to the
 one whose steps torch announces.
@@ -16,17 +15,19 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.inner_optimizer import inner_optimizer
+from torchinstruments.ranks.membership import Membership, Place
 from torchinstruments.records import Evidence, Outcome
 
 __all__ = ["KnownOptimizer", "OptimizerWatch", "StepListener", "first_lr", "unwrapped"]
@@ -48,15 +49,6 @@ class StepListener(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Witnesses:
-    """What is compared instead of all parameters: the first of the model and of the optimizer, and sizes."""
-
-    of_model: weakref.ref[torch.Tensor] | None
-    of_optimizer: weakref.ref[torch.Tensor] | None
-    sizes: tuple[int, int]
-
-
 @dataclass(slots=True)
 class KnownOptimizer:
     """One optimizer that stepped while the watch was attached.
@@ -64,8 +56,8 @@ class KnownOptimizer:
     Attributes:
         reference: To the optimizer; it is never kept alive.
         key: Names it to the clock.
-        belongs: Whether its parameters are the model's.
-        witnesses: What `belongs` rests on; compared again at each step.
+        belongs: Whether a parameter of it is the model's, or it was named.
+        place: Which one that is; None where none is, or where it was named.
         num_ended: Steps of it that ended.
         decides_on_device: Whether a scaler left it to the last of them to skip, on the device.
     """
@@ -73,7 +65,7 @@ class KnownOptimizer:
     reference: weakref.ref[Optimizer]
     key: int
     belongs: bool
-    witnesses: _Witnesses
+    place: Place | None
     num_ended: int = 0
     decides_on_device: bool = False
 
@@ -107,7 +99,7 @@ class OptimizerWatch:
     def __init__(
         self,
         clock: StepClock,
-        parameters: Callable[[], Iterable[torch.Tensor]],
+        model: Callable[[], nn.Module | None],
         only: Optimizer | Sequence[Optimizer] | None = None,
         *,
         on_error: Callable[[str, BaseException], None] | None = None,
@@ -118,8 +110,8 @@ class OptimizerWatch:
 
         Args:
             clock: Receives the events.
-            parameters: Returns the model's parameters of the moment. It should not keep the model alive: the
-                hooks are global and live until `detach`.
+            model: Returns the model, or None where it is gone. It should not keep it alive: the hooks are
+                global and live until `detach`.
             only: The optimizers that count, whatever their parameters; None counts those of the model.
             on_error: Called with probe and exception for everything that fails inside a hook.
             now: Monotonic seconds, the same clock that the `StepClock` is fed with.
@@ -127,7 +119,7 @@ class OptimizerWatch:
         """
         self.listener = listener
         self._clock = clock
-        self._parameters = parameters
+        self._membership = Membership(model)
         self._only = None if only is None else _references(only)
         self._on_error = on_error
         self._now = now
@@ -176,9 +168,9 @@ class OptimizerWatch:
         if entry is None or entry.reference() is not optimizer:
             entry = self._get_to_know(optimizer)
         elif self._only is None:
-            witnesses = self._witnesses(optimizer)
-            if not _same(witnesses, entry.witnesses):
-                entry.belongs, entry.witnesses = self._belongs(optimizer), witnesses
+            num_forwards = self._clock.num_forwards
+            entry.place = self._membership.again(optimizer, entry.key, entry.place, num_forwards)
+            entry.belongs = entry.place is not None
         return entry if entry.belongs else None
 
     def _step_started(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -211,6 +203,8 @@ class OptimizerWatch:
             # The verdict of the step's start holds for its end.
             entry = self._known.get(id(optimizer))
             if entry is None or not entry.belongs:
+                if entry is not None:
+                    self._membership.stepped(entry.key)
                 return
             entry.num_ended += 1
             if self.listener is not None:
@@ -242,33 +236,14 @@ class OptimizerWatch:
                 del entries[identity]
             clock.optimizer_gone(key)
 
-        entry = KnownOptimizer(
-            weakref.ref(optimizer, forget), key, self._belongs(optimizer), self._witnesses(optimizer)
-        )
+        if self._only is None:
+            place = self._membership.find(optimizer)
+            belongs = place is not None
+        else:
+            place, belongs = None, any(reference() is optimizer for reference in self._only)
+        entry = KnownOptimizer(weakref.ref(optimizer, forget), key, belongs, place)
         self._known[identity] = entry
         return entry
-
-    def _belongs(self, optimizer: Optimizer) -> bool:
-        if self._only is not None:
-            return any(reference() is optimizer for reference in self._only)
-        # Tensors compare by value, so membership goes by address; both sides live while it is asked.
-        addresses = {id(parameter) for parameter in self._parameters()}
-        return any(
-            id(parameter) in addresses
-            for group in optimizer.param_groups
-            for parameter in group.get("params", ())
-        )
-
-    def _witnesses(self, optimizer: Optimizer) -> _Witnesses:
-        groups = optimizer.param_groups
-        first = groups[0]["params"] if groups else ()
-        last = groups[-1]["params"] if groups else ()
-        own = next(iter(self._parameters()), None)
-        return _Witnesses(
-            weakref.ref(own) if own is not None else None,
-            weakref.ref(first[0]) if first else None,
-            (len(groups), len(last)),
-        )
 
     def _report(self, error: BaseException) -> None:
         if self._on_error is not None:
@@ -317,21 +292,3 @@ def _is_in_backward() -> bool:
 def _decides_on_device(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
     """Whether a scaler left it to the optimizer to skip, on the device."""
     return getattr(optimizer, "found_inf", None) is not None or kwargs.get("grad_scaler") is not None
-
-
-def _same(now: _Witnesses, before: _Witnesses) -> bool:
-    """Whether the verdict still stands: the same live tensors come first, and the groups are as long."""
-    return (
-        now.sizes == before.sizes
-        and _is_alive_in_both(now.of_model, before.of_model)
-        and _is_alive_in_both(now.of_optimizer, before.of_optimizer)
-    )
-
-
-def _is_alive_in_both(
-    now: weakref.ref[torch.Tensor] | None, before: weakref.ref[torch.Tensor] | None
-) -> bool:
-    if now is None or before is None:
-        return now is before
-    tensor = now()
-    return tensor is not None and tensor is before()

@@ -97,6 +97,10 @@ class PhaseTimer:
             window.backward.add(since_s, now_s)
             if running is not None:
                 running.inner.add(since_s, now_s)
+            # A block that ends here has its gap behind what counts as backward.
+            self._last_event_s = now_s
+            if window.end_s is not None:
+                window.end_s = now_s
 
     def step_began(self, now_s: float, window: Window | None, *, in_backward: bool) -> None:
         """Takes the begin of an outermost step (training or autograd thread, hot path)."""

@@ -129,6 +129,8 @@ class Window:
         forward: Time in root forwards.
         backward: Time in backwards.
         steps: Its steps, in the order of their ends.
+        num_told: Steps of which the records were taken.
+        stepped_s: When its last step was over; None before the first.
         end_s: When its last step, or what came after it, was over; None before the first step.
     """
 
@@ -148,6 +150,8 @@ class Window:
     forward: Phase = field(default_factory=Phase)
     backward: Phase = field(default_factory=Phase)
     steps: list[Step] = field(default_factory=list)
+    num_told: int = 0
+    stepped_s: float | None = None
     end_s: float | None = None
 
     def place(self, index: int, *, grad_enabled: bool, provenance: StepProvenance) -> Position:
@@ -181,17 +185,21 @@ class Window:
                 return step
         return None
 
-    def records(self, stepless: Step, device: DeviceClock | None) -> tuple[ClosedAttempt, ...]:
-        """Returns its records: one a step, or one that says that there was none (training thread, hot path).
+    def take_records(self, device: DeviceClock | None) -> tuple[ClosedAttempt, ...]:
+        """Returns the records of its steps as they are, each step's once (training thread, hot path).
 
         Args:
-            stepless: Stands for the steps where there are none.
             device: Measures its times again.
         """
-        steps = self.steps or [stepless]
+        steps = self.steps[self.num_told :]
+        self.num_told = len(self.steps)
         amendments = [() if step.amendment is None else (step.amendment,) for step in steps]
         if device is not None:
-            times = device.amendments([self._spans(step) for step in steps])
+            # A window that is told before it is over adds to its own.
+            forward, backward = tuple(self.forward.spans or ()), tuple(self.backward.spans or ())
+            times = device.amendments(
+                [Spans(self.gap, forward, backward, step.span, step.inside) for step in steps]
+            )
             amendments = [(time, *more) for time, more in zip(times, amendments, strict=True)]
         return tuple(
             [ClosedAttempt(self._record(step), more) for step, more in zip(steps, amendments, strict=True)]
@@ -220,6 +228,3 @@ class Window:
             found_inf=step.found_inf,
             lr=step.lr,
         )
-
-    def _spans(self, step: Step) -> Spans:
-        return Spans(self.gap, self.forward.spans or (), self.backward.spans or (), step.span, step.inside)

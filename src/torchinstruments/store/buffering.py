@@ -13,7 +13,7 @@ from torchinstruments.records import Position, Sample, SampleState
 from torchinstruments.store.columns import SampleRow
 
 __all__ = [
-    "DURABLE_WITHIN_S",
+    "DUE_AFTER_S",
     "UNSETTLED_AFTER_S",
     "HistoryBuffer",
     "RecordBuffer",
@@ -21,8 +21,12 @@ __all__ = [
     "num_rows",
 ]
 
-DURABLE_WITHIN_S = 30.0
-"""A row is durable at the latest so many seconds after it was buffered."""
+DUE_AFTER_S = 27.0
+"""A row has to become durable so many seconds after it was buffered.
+
+It is buffered up to a second after it was observed, and what is due is looked at once a second: with a second
+for the writing it is durable 30 s after it was observed.
+"""
 
 UNSETTLED_AFTER_S = 25.0
 """A sample whose backward did not come within so many seconds gets its row all the same."""
@@ -61,7 +65,7 @@ class HistoryBuffer:
         A full buffer gives its settled samples, so that the gradients of the others can still come to lie
         beside their outputs; it gives everything once the unsettled ones alone fill it.
         """
-        if self._oldest_s is not None and now_s - self._oldest_s >= DURABLE_WITHIN_S:
+        if self._oldest_s is not None and now_s - self._oldest_s >= DUE_AFTER_S:
             return self.take_all()
         if self.num_rows < self._buffer_rows:
             return []
@@ -106,7 +110,7 @@ class RecordBuffer(Generic[_Record]):
 
     def take_due(self, now_s: float) -> list[_Record]:
         """Removes and returns what has to become durable now, most often nothing."""
-        old = bool(self._records) and now_s - self._oldest_s >= DURABLE_WITHIN_S
+        old = bool(self._records) and now_s - self._oldest_s >= DUE_AFTER_S
         return self.take_all() if old or len(self._records) >= self._buffer_rows else []
 
     def take_all(self) -> list[_Record]:
@@ -211,7 +215,7 @@ class SampleTallies:
         if not self._changed:
             return []
         oldest_s = next(iter(self._changed.values())).first_s
-        if now_s - oldest_s < DURABLE_WITHIN_S and len(self._changed) < self._buffer_rows:
+        if now_s - oldest_s < DUE_AFTER_S and len(self._changed) < self._buffer_rows:
             return []
         due = [
             tally

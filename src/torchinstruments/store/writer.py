@@ -1,6 +1,6 @@
 """From resolved samples to durable parts and documents of one process; used by one thread at a time.
 
-Rows become durable when ``buffer_rows`` of them are buffered, or 30 s after they were. A row of ``samples``
+Rows become durable when ``buffer_rows`` of them are buffered, or within 30 s. A row of ``samples``
 is written just before the first rows of ``history`` of its sample, and at the latest when that is settled, or
 25 s after its forward; a sample that changes after that gives a further, superseding row. The manifest is
 written at the start, then at most once a minute and at least every 5 minutes even when nothing else happens:

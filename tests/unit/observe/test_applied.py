@@ -1,5 +1,6 @@
 """What optimizers find in the gradients, through real optimizers and loss scalers."""
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -26,7 +27,7 @@ def attach(model: nn.Module, session: MemorySession) -> Observer:
     def failed(probe: str, error: BaseException) -> None:
         raise AssertionError(probe) from error
 
-    optimizers = OptimizerWatch(clock, model.parameters, on_error=failed, listener=steps)
+    optimizers = OptimizerWatch(clock, weakref.ref(model), on_error=failed, listener=steps)
     scalers = ScalerWatch(clock, optimizers, on_error=failed)
     return observe(
         model,

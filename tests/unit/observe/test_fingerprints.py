@@ -1,6 +1,7 @@
 """When fingerprints are taken, of what, and what becomes of those that cannot be."""
 
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def watched(
 ) -> tuple[StepClock, OptimizerWatch]:
     """Returns a clock that knows of the optimizers' steps, and what tells it."""
     clock = StepClock(declared_optimizer=optimizer is not None)
-    watch = OptimizerWatch(clock, model.parameters, optimizer, on_error=fail)
+    watch = OptimizerWatch(clock, weakref.ref(model), optimizer, on_error=fail)
     return clock, watch
 
 

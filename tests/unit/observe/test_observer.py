@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -133,7 +135,7 @@ class Marked:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
         self.session = session
         clock = StepClock()
-        watch = OptimizerWatch(clock, self.model.parameters)
+        watch = OptimizerWatch(clock, weakref.ref(self.model))
         self.observer: Observer = InertObserver()
         if observed:
             self.observer = observe(self.model, session, policy=policy, clock=clock, companions=(watch,))
@@ -262,6 +264,24 @@ def test_several_steps_with_forwards_between_them_in_a_block_are_no_bypass(sessi
     assert session.errors == []
 
 
+def test_an_attempt_reaches_the_session_where_a_long_evaluation_begins(session: MemorySession) -> None:
+    """A process that is killed in it has lost none; the evaluation's samples stand in the attempt."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    clock = StepClock(told_after_s=-1.0)
+    observe(model, session, clock=clock, companions=(OptimizerWatch(clock, weakref.ref(model)),))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert session.attempts == []
+    with torch.no_grad():
+        for _ in range(2):
+            model(torch.ones(1, 2))
+    (record,) = session.attempts
+    assert (record.attempt, record.outcome, record.last_forward_index) == (0, Outcome.APPLIED, 0)
+    places = [one.position for one in session.samples() if one.backward_index is None]
+    assert [(one.attempt, one.forward_in_attempt) for one in places] == [(0, 0), (0, 1), (0, 2)]
+
+
 UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"global_step": -1}, r"step\(global_step=...\) was given -1"),
     ({"global_step": True}, r"was given True"),
@@ -286,6 +306,24 @@ def test_a_number_that_cannot_be_used_is_left_out_and_told_once(
     strict = Marked(MemorySession(), ErrorPolicy.RAISE)
     with pytest.raises(ConfigurationError, match=message):
         strict.observer.step(**numbers)
+
+
+def test_each_kind_of_notice_is_told_whatever_was_told_before(session: MemorySession) -> None:
+    """A number that disagreed first silences none that cannot be used, of either argument, and vice versa."""
+    usable: list[dict[str, Any]] = [{"micro_batches": 4}, {"micro_batches": 0}, {"global_step": -1}]
+    for order in (usable, usable[::-1]):
+        marked = Marked(MemorySession())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for numbers in order * 2:
+                marked.blocks(**numbers)
+        assert len(caught) == len(marked.notices()) == 3
+        for text in (
+            "declared micro_batches=4 and ran 1",
+            "step(micro_batches=...)",
+            "step(global_step=...)",
+        ):
+            assert sum(text in notice for notice in marked.notices()) == 1
 
 
 def test_integers_of_numpy_are_numbers_too(session: MemorySession) -> None:

@@ -1,5 +1,6 @@
 """A training with gradient scalers under the watch, and an oracle that looks at the parameters."""
 
+import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, Self
@@ -49,7 +50,7 @@ class ScaledTraining:
         self.scales_after: list[float] = []
         self.losses: list[torch.Tensor] = []
         self.clock = StepClock()
-        self.optimizers = OptimizerWatch(self.clock, self.model.parameters, on_error=self._report)
+        self.optimizers = OptimizerWatch(self.clock, weakref.ref(self.model), on_error=self._report)
         self.scalers = ScalerWatch(
             self.clock,
             self.optimizers,

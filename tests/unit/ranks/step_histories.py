@@ -266,6 +266,8 @@ def _begin_of(events: list[Event], window: Expected) -> int:
 
 def _end_of(events: list[Event], window: Expected) -> int:
     assert window.closed is not None
+    if window.closed < len(events) and _is_backward(events, window.closed - 1, window.opened):
+        return window.closed
     done = [at for at, _, _ in completions(events) if window.opened < at < window.closed]
     inside = [one for one in events[window.opened : window.closed] if one.outer]
     if done:

@@ -700,3 +700,66 @@ def test_a_backward_that_decides_is_counted_once_it_has_come():
     loop.close()
     found = [(record.micro_batches_synced, record.last_micro_batch_sync) for record in loop.records]
     assert found == [(1, GradSync.LOCAL), (0, GradSync.UNKNOWN)]
+
+
+def test_a_stepped_window_is_told_where_an_evaluation_begins_long_after_its_step():
+    """Once, as it is then; the evaluation stands in it all the same, and the next window begins as ever."""
+    loop = _Loop()
+    _micro_step(loop, 2)
+    stepped_s = loop.now
+    loop.forward(grad=False)
+    loop.now = stepped_s + 19.0
+    assert [loop.forward(grad=False).attempt for _ in range(2)] == [0, 0]
+    (record,) = loop.records
+    assert (record.attempt, record.micro_batches, record.outcome) == (0, 2, Outcome.APPLIED)
+    assert (record.first_forward_index, record.last_forward_index) == (0, 3)
+    assert record.forward_s == 4.0
+    loop.now += 1000.0
+    position = loop.forward(grad=False)
+    assert (position.attempt, position.forward_in_attempt, position.forward_index) == (0, 5, 5)
+    assert loop.forward().attempt == 1
+    assert loop.close() != ()
+    assert [(r.attempt, r.optimizer_attempt) for r in loop.records] == [(0, 0), (1, 0)]
+    assert loop.records[1].gap_s == 1.0
+
+
+def test_a_step_behind_a_long_evaluation_is_told_with_its_own_window_and_the_others_once():
+    """Two optimizers, between which the program evaluates for minutes."""
+    loop = _Loop()
+    _micro_step(loop)
+    loop.now += 100.0
+    loop.forward(grad=False)
+    loop.step(key=1)
+    assert [(r.attempt, r.optimizer, r.last_forward_index) for r in loop.records] == [(0, 0, 0)]
+    loop.forward()
+    loop.close()
+    assert [(r.attempt, r.optimizer, r.last_forward_index) for r in loop.records] == [
+        (0, 0, 0),
+        (0, 1, 1),
+        (1, -1, 2),
+    ]
+
+
+def test_a_window_without_a_step_a_block_and_a_step_that_runs_are_never_told_early():
+    """Micro-batches may still come."""
+    loop = _Loop()
+    loop.forward()
+    loop.now += 100.0
+    loop.forward(grad=False)
+    assert loop.records == []
+    loop.clock.boundary_entered(loop.tick(), 0)
+    loop.forward()
+    loop.step()
+    loop.now += 100.0
+    loop.forward(grad=False)
+    assert loop.records == []
+    assert [one.record.last_forward_index for one in loop.clock.boundary_left(loop.tick())] == [3]
+    loop.forward()
+    loop.step(key=0)
+    loop.clock.step_started(1, loop.tick())
+    loop.now += 100.0
+    loop.forward(grad=False)
+    assert loop.records == []
+    loop.clock.step_ended(1, loop.tick())
+    loop.close()
+    assert [(r.attempt, r.optimizer, r.last_forward_index) for r in loop.records] == [(2, 0, 5), (2, 1, 5)]

@@ -1,8 +1,9 @@
 """The clock against a reference that reads whole histories, and against events in any order at all."""
 
+import math
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from typing_extensions import override
@@ -23,7 +24,8 @@ from unit.ranks.step_histories import (
 def _play(program, **options):
     """Plays a program; returns its events, the clock's driver, and the reference's windows."""
     events = events_of(program)
-    driver = Driver(StepClock(**options))
+    # The reference tells a window at its end, whatever came between.
+    driver = Driver(StepClock(**options, told_after_s=math.inf))
     for event in events:
         driver.tell(event)
     driver.close(len(events))
@@ -97,8 +99,13 @@ def test_every_step_has_one_record_in_the_window_where_it_ended(program, declare
             assert records[attempt][0].evidence is Evidence(evidence)
 
 
+_TRAINED = ("forward", True, GradSync.SYNCED)
+
+
 @settings(max_examples=250, deadline=None)
 @given(programs())
+@example([_TRAINED, ("block", None, [_TRAINED], False), _TRAINED])
+@example([("block", None, [_TRAINED, ("step", 0, []), _TRAINED], False), _TRAINED])
 def test_every_second_is_in_the_phase_that_the_history_gives_it(program):
     """And in no other one: with gaps they never add up to more than the time that passed."""
     events, driver, windows = _play(program)
@@ -125,12 +132,32 @@ def test_every_second_is_in_the_phase_that_the_history_gives_it(program):
     assert total <= len(events)
 
 
+@settings(max_examples=250, deadline=None)
+@given(programs(), st.integers(0, 5))
+def test_windows_that_are_told_early_say_the_same_of_their_steps_and_nothing_twice(program, told_after_s):
+    """But for what an evaluation behind the last step adds: its forwards, their time and their indices."""
+    _, late, _ = _play(program)
+    early = Driver(StepClock(told_after_s=told_after_s))
+    events = events_of(program)
+    for event in events:
+        early.tell(event)
+    early.close(len(events))
+    assert early.positions == late.positions
+    told, ended = ([one.resolve() for one in driver.closed] for driver in (early, late))
+    assert len(told) == len(ended)
+    for record, other in zip(told, ended, strict=True):
+        assert record.last_forward_index <= other.last_forward_index
+        assert record.micro_batches <= other.micro_batches
+        shared = ("attempt", "optimizer", "optimizer_attempt", "outcome", "evidence", "optimizer_s", "gap_s")
+        assert [getattr(record, name) for name in shared] == [getattr(other, name) for name in shared]
+
+
 class _AnyOrder(RuleBasedStateMachine):
     """Ends without begins, forwards that overlap or never end, blocks inside steps: any event at any time."""
 
     def __init__(self):
         super().__init__()
-        self.clock = StepClock()
+        self.clock = StepClock(told_after_s=3.0)
         self.now = 0.0
         self.closed = []
         self.positions = []

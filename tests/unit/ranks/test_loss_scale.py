@@ -1,6 +1,7 @@
 """Real gradient scalers on the CPU under the watch."""
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ class _Training:
         self.model = nn.Linear(1, 1, bias=False)
         self.errors = []
         self.clock = StepClock()
-        self.optimizers = OptimizerWatch(self.clock, self.model.parameters, on_error=self.report)
+        self.optimizers = OptimizerWatch(self.clock, weakref.ref(self.model), on_error=self.report)
         self.notices = []
         self.scalers = ScalerWatch(
             self.clock,

@@ -60,10 +60,9 @@ class _OnDevice(ScaledTraining):
         super().__init__()
         self.weight: Any = put(torch.tensor(4.0))
         self.optimizer = _Fused([self.weight])
-        self.optimizers._parameters = self._weights
-
-    def _weights(self) -> list[torch.Tensor]:
-        return [self.weight]
+        # Registering asks for a parameter, which no tensor of the device is.
+        registered: Any = self.model._parameters
+        registered["weight"] = self.weight
 
     def attempt(self, scaler: GradScaler, *, overflow: bool, unscale: bool) -> None:
         started = self.clock.forward_started(grad_enabled=True, now_s=0.0, now_us=0)

@@ -30,7 +30,7 @@ class _Training:
         self.clock = StepClock()
         self.watch = OptimizerWatch(
             self.clock,
-            self.model.parameters,
+            weakref.ref(self.model),
             only,
             on_error=lambda probe, error: self.errors.append((probe, error)),
             now=self.tick,
@@ -123,13 +123,13 @@ def test_an_optimizer_made_after_parameters_were_replaced_counts(training):
 def test_all_parameters_are_compared_once_an_optimizer_and_not_once_a_step(training):
     """An unsampled step has to cost microseconds, whatever the size of the model."""
     compared: list[Optimizer] = []
-    belongs = training.watch._belongs
+    find = training.watch._membership.find
 
     def counted(optimizer):
         compared.append(optimizer)
-        return belongs(optimizer)
+        return find(optimizer)
 
-    training.watch._belongs = counted
+    training.watch._membership.find = counted
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(300)]
     optimizers = [SGD(training.model.parameters(), lr=1.0), SGD(parameters, lr=1.0)]
     for _ in range(5):
@@ -137,6 +137,67 @@ def test_all_parameters_are_compared_once_an_optimizer_and_not_once_a_step(train
         for optimizer in optimizers:
             optimizer.step()
     assert compared == optimizers
+
+
+def test_an_optimizer_counts_once_its_module_has_joined_the_model(training):
+    """A head that was trained by itself before it was added."""
+    head = nn.Linear(1, 1)
+    optimizer = SGD(head.parameters(), lr=1.0)
+    training.forward().backward()
+    optimizer.step()
+    training.model.append(head)
+    for _ in range(2):
+        training.forward().backward()
+        optimizer.step()
+    training.close()
+    assert training.outcomes == [(0, 0, 0, Outcome.APPLIED), (1, 0, 1, Outcome.APPLIED)]
+
+
+def test_an_optimizer_counts_once_one_of_its_parameters_is_replaced_by_the_models(training):
+    """Whichever group it lies in, with groups as many and as long as before."""
+    optimizer = SGD([{"params": [nn.Parameter(torch.zeros(3))]} for _ in range(3)], lr=1.0)
+    training.forward().backward()
+    optimizer.step()
+    optimizer.param_groups[1]["params"][0] = training.model[0].weight
+    optimizer.step()
+    training.close()
+    assert training.outcomes == [(0, 0, 0, Outcome.APPLIED)]
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda model, _: model.__setitem__(1, nn.Linear(3, 1)),
+        lambda model, _: model.__delitem__(1),
+        lambda model, _: setattr(model[1], "weight", nn.Parameter(torch.zeros(1, 3))),
+        lambda _, optimizer: optimizer.param_groups[0]["params"].__setitem__(0, nn.Parameter(torch.zeros(1))),
+        lambda _, optimizer: optimizer.param_groups[0]["params"].clear(),
+        lambda _, optimizer: optimizer.param_groups.pop(0),
+    ],
+)
+def test_an_optimizer_counts_no_longer_once_no_parameter_of_it_is_the_models(training, leave):
+    """Its module, its parameter or its group was exchanged; before that it counted."""
+    other = nn.Parameter(torch.zeros(1))
+    optimizer = SGD([{"params": [training.model[1].weight]}, {"params": [other]}], lr=1.0)
+    training.forward().backward()
+    optimizer.step()
+    leave(training.model, optimizer)
+    training.forward().sum().backward()
+    optimizer.step()
+    training.close()
+    assert training.outcomes == [(0, 0, 0, Outcome.APPLIED), (1, -1, 0, Outcome.ABANDONED)]
+
+
+def test_an_optimizer_goes_on_counting_while_any_parameter_of_it_is_the_models(training):
+    """The one that was found first leaves, and another one stays."""
+    optimizer = SGD(training.model.parameters(), lr=1.0)
+    training.forward().backward()
+    optimizer.step()
+    training.model[0] = nn.Linear(4, 3)
+    training.forward().backward()
+    optimizer.step()
+    training.close()
+    assert training.outcomes == [(0, 0, 0, Outcome.APPLIED), (1, 0, 1, Outcome.APPLIED)]
 
 
 def test_a_group_that_is_added_later_can_make_an_optimizer_the_models(training):
@@ -316,7 +377,7 @@ def test_errors_inside_the_hooks_stay_inside():
 def test_attaching_and_detaching_leaves_torchs_hooks_as_they_were():
     """Twice attached is once attached."""
     before = _hooks()
-    watch = OptimizerWatch(StepClock(), lambda: ())
+    watch = OptimizerWatch(StepClock(), lambda: None)
     watch.attach()
     watch.attach()
     assert _hooks() == (before[0] + 1, before[1] + 1)
@@ -490,7 +551,7 @@ def test_a_wrapper_that_steps_counts_as_the_optimizer_inside(training):
     """Also where it is named, and where a scaler asks for it."""
     inner = SGD(training.model.parameters(), lr=1.0)
     wrapper = _Accelerated(inner)
-    named = OptimizerWatch(StepClock(), lambda: (), unwrapped(wrapper))
+    named = OptimizerWatch(StepClock(), lambda: None, unwrapped(wrapper))
     for _ in range(2):
         training.forward().backward()
         wrapper.step()

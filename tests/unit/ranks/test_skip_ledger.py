@@ -104,6 +104,31 @@ def test_accumulated_gradients_are_one_attempt(kind: str) -> None:
         assert [r.micro_batches for r in training.judged()] == [2, 2, 2]
 
 
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("unscales", [False, True])
+def test_accumulated_gradients_under_a_scale_that_grows_after_every_clean_step(
+    kind: str, unscales: bool
+) -> None:
+    """Both micro-batches have the scale of their attempt, and the next one's is twice or half of it."""
+    with ScaledTraining() as training:
+        optimizer = _optimizer(kind, training.model["a"].parameters())
+        scaler = grad_scaler(growth_interval=1)
+        for overflow in overflows("..x.xx."):
+            optimizer.zero_grad()
+            training.backward(scaler)
+            training.backward(scaler, overflow=overflow)
+            if unscales:
+                scaler.unscale_(optimizer)
+            with training.oracle(scaler, training.model["a"].parameters()):
+                scaler.step(optimizer)
+            scaler.update()
+        records = training.judged()
+    assert [r.micro_batches for r in records] == [2] * 7
+    assert [r.found_inf for r in records] == [float(one) for one in overflows("..x.xx.")]
+    assert [r.scale_before for r in records] == [1024, 2048, 4096, 2048, 4096, 2048, 1024]
+    assert [r.scale_after for r in records] == [2048, 4096, 2048, 4096, 2048, 1024, 2048]
+
+
 @pytest.mark.parametrize("first", BOTH)
 @pytest.mark.parametrize("second", BOTH)
 def test_two_optimizers_on_one_scaler_of_which_none_one_or_both_overflow(first: str, second: str) -> None:

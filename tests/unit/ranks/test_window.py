@@ -1,7 +1,9 @@
 """What one attempt keeps, and the records it ends as."""
 
-from torchinstruments.ranks.window import MAX_SPANS, Phase, Step, Window
-from torchinstruments.records import Evidence, GradSync, Outcome, StepProvenance
+from collections.abc import Sequence
+
+from torchinstruments.ranks.window import MAX_SPANS, Phase, Spans, Step, Window
+from torchinstruments.records import Amendment, AttemptRecord, Evidence, GradSync, Outcome, StepProvenance
 
 
 def test_a_phase_adds_up_and_keeps_a_bounded_number_of_moments():
@@ -25,16 +27,50 @@ def test_only_the_last_micro_batch_says_how_the_window_ended():
     assert (window.micro_batches_synced, window.last_sync) == (1, GradSync.SYNCED)
 
 
-def test_a_window_has_a_record_a_step_or_the_one_that_stands_for_none():
-    """With everything that the window has in common."""
+def test_a_window_has_a_record_a_step_once():
+    """With everything that the window has in common when it is taken."""
     window = Window(4, 7, 99, (1.0, 3.5))
     window.place(7, grad_enabled=False, provenance=StepProvenance.INFERRED)
-    none = Step(-1, -1, 0, Outcome.ABANDONED, Evidence.NONE)
-    (alone,) = window.records(none, None)
-    assert (alone.record.optimizer, alone.record.outcome) == (-1, Outcome.ABANDONED)
+    assert window.take_records(None) == ()
     window.steps += [Step(5, n, 0, Outcome.APPLIED, Evidence.OPTIMIZER_HOOK) for n in range(2)]
-    records = [attempt.record for attempt in window.records(none, None)]
+    records = [attempt.record for attempt in window.take_records(None)]
     assert [(r.attempt, r.optimizer, r.gap_s, r.last_forward_index) for r in records] == [
         (4, 0, 2.5, 7),
         (4, 1, 2.5, 7),
     ]
+    window.place(8, grad_enabled=False, provenance=StepProvenance.INFERRED)
+    window.steps.append(Step(5, 0, 1, Outcome.APPLIED, Evidence.OPTIMIZER_HOOK))
+    (later,) = [attempt.record for attempt in window.take_records(None)]
+    assert (later.optimizer_attempt, later.last_forward_index) == (1, 8)
+    assert window.take_records(None) == ()
+
+
+class _Unchanged:
+    """Brings nothing."""
+
+    def amend(self, record: AttemptRecord) -> AttemptRecord:
+        return record
+
+
+class _KeepsSpans:
+    """A device's clock that keeps what it is to measure."""
+
+    def __init__(self) -> None:
+        self.spans: list[Spans] = []
+
+    def amendments(self, attempts: Sequence[Spans]) -> Sequence[Amendment]:
+        self.spans += attempts
+        return [_Unchanged() for _ in attempts]
+
+
+def test_what_a_device_is_to_measure_does_not_grow_with_a_window_that_goes_on():
+    """It is measured on another thread, of the row as it was."""
+    window = Window(0, 0, 0, None, forward=Phase(spans=[]), backward=Phase(spans=[]))
+    window.forward.add(1.0, 2.0)
+    window.backward.add(2.0, 3.0)
+    window.steps.append(Step(0, 0, 0, Outcome.APPLIED, Evidence.OPTIMIZER_HOOK))
+    device = _KeepsSpans()
+    window.take_records(device)
+    window.forward.add(30.0, 31.0)
+    (spans,) = device.spans
+    assert (spans.forward, spans.backward) == (((1.0, 2.0),), ((2.0, 3.0),))

@@ -2,7 +2,7 @@
 
 from torchinstruments.records import AttemptRecord, SampleState
 from torchinstruments.store.buffering import (
-    DURABLE_WITHIN_S,
+    DUE_AFTER_S,
     MAX_REMEMBERED_SAMPLES,
     HistoryBuffer,
     RecordBuffer,
@@ -14,23 +14,23 @@ from unit.store.material import at_step, attempt, backward, forward, measurement
 def test_the_age_of_a_buffer_is_that_of_its_oldest_row() -> None:
     """A steady stream of new rows does not put off the old ones."""
     buffer = HistoryBuffer(1000)
-    for second in range(30):
+    for second in range(27):
         buffer.add(second, forward(second, measurement()), float(second))
         assert buffer.take_due(float(second)) == []
 
-    assert len(buffer.take_due(DURABLE_WITHIN_S)) == 30
+    assert len(buffer.take_due(27.0)) == 27
     assert buffer.num_rows == 0
 
 
 def test_an_emptied_buffer_starts_its_age_anew() -> None:
-    """What came after the last part waits its own thirty seconds."""
+    """What came after the last part waits for as long itself."""
     buffer = HistoryBuffer(1000)
     buffer.add(0, forward(0, measurement()), 0.0)
     buffer.take_all()
-    buffer.add(1, forward(1, measurement()), 29.0)
+    buffer.add(1, forward(1, measurement()), 26.0)
 
-    assert buffer.take_due(31.0) == []
-    assert [sample_id for sample_id, _ in buffer.take_due(59.0)] == [1]
+    assert buffer.take_due(52.0) == []
+    assert [sample_id for sample_id, _ in buffer.take_due(53.0)] == [1]
 
 
 def test_the_waiting_forward_of_a_full_buffer_keeps_its_age() -> None:
@@ -40,11 +40,11 @@ def test_the_waiting_forward_of_a_full_buffer_keeps_its_age() -> None:
     buffer.add(1, forward(1, measurement(), settled=True), 20.0)
 
     assert [sample_id for sample_id, _ in buffer.take_due(20.0)] == [1]
-    assert [sample_id for sample_id, _ in buffer.take_due(DURABLE_WITHIN_S)] == [0]
+    assert [sample_id for sample_id, _ in buffer.take_due(DUE_AFTER_S)] == [0]
 
 
 def test_attempts_are_due_by_number_or_by_age() -> None:
-    """Short steps fill the buffer, long ones wait thirty seconds."""
+    """Short steps fill the buffer, long ones wait for their time."""
     buffer = RecordBuffer[AttemptRecord](2)
     buffer.add([attempt(0)], 0.0)
     assert buffer.take_due(1.0) == []
@@ -52,8 +52,8 @@ def test_attempts_are_due_by_number_or_by_age() -> None:
     assert len(buffer.take_due(1.0)) == 2
 
     buffer.add([attempt(2)], 40.0)
-    assert buffer.take_due(69.0) == []
-    assert len(buffer.take_due(70.0)) == 1
+    assert buffer.take_due(66.0) == []
+    assert len(buffer.take_due(67.0)) == 1
 
 
 def test_a_sample_that_changes_nothing_gives_no_second_row() -> None:

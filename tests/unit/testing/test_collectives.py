@@ -1,6 +1,7 @@
 """The guard against collectives, with modules that pretend to be this package's."""
 
 import types
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -76,7 +77,7 @@ def test_a_scalers_own_collective_is_the_programs_though_its_method_is_wrapped()
     """ShardedGradScaler reduces its findings inside ``step``."""
     model = nn.Linear(1, 1)
     clock = StepClock()
-    optimizers = OptimizerWatch(clock, model.parameters)
+    optimizers = OptimizerWatch(clock, weakref.ref(model))
     scalers = ScalerWatch(clock, optimizers)
     optimizers.attach()
     scalers.attach()
