@@ -3,6 +3,7 @@
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -177,7 +178,7 @@ def test_a_graph_that_is_kept_is_waited_for_until_the_next_attempt(session: Memo
     model = Net()
     compile_as("blocks", model, counting())
     clock = StepClock()
-    watch = OptimizerWatch(clock, model.parameters, None, on_error=_never)
+    watch = OptimizerWatch(clock, weakref.ref(model), None, on_error=_never)
     observe(model, session, clock=clock, companions=(watch,), sampler=EveryNStepsSampler(2), force_eager=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kept = []
