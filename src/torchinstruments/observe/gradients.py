@@ -96,14 +96,17 @@ class GradientTracker:
         self.leaf_handles: list[RemovableHandle] = []
         self._samples: deque[weakref.ref[SampleGradients]] = deque()
 
-    def sample(self, ordinal: int, listener: BackwardListener | None = None) -> "SampleGradients":
+    def sample(
+        self, ordinal: int, forward_index: int, listener: BackwardListener | None = None
+    ) -> "SampleGradients":
         """Returns the bookkeeping of a sample that expects gradients (training thread, hot path).
 
         Args:
             ordinal: Of the sample.
+            forward_index: Of the root forward.
             listener: Told of the end of its backwards.
         """
-        sample = SampleGradients(self, ordinal, threading.get_ident(), listener)
+        sample = SampleGradients(self, ordinal, forward_index, threading.get_ident(), listener)
         if len(self._samples) >= MAX_OUTSTANDING:
             self._samples = deque(reference for reference in self._samples if reference() is not None)
         if len(self._samples) >= MAX_OUTSTANDING:
@@ -183,15 +186,22 @@ class SampleGradients:
     Args:
         tracker: Of the observer.
         ordinal: Of the sample.
+        forward_index: Of the root forward.
         thread: Which thread ran the forward.
         listener: Told of the end of its backwards.
     """
 
     def __init__(
-        self, tracker: GradientTracker, ordinal: int, thread: int, listener: BackwardListener | None = None
+        self,
+        tracker: GradientTracker,
+        ordinal: int,
+        forward_index: int,
+        thread: int,
+        listener: BackwardListener | None = None,
     ) -> None:
         self.tracker = tracker
         self.ordinal = ordinal
+        self.forward_index = forward_index
         self.thread = thread
         self.listener = listener
         self.targets: list[_Target] = []
@@ -415,7 +425,7 @@ class Traversal:
         if source is None:
             return None, ScaleProvenance.UNKNOWN
         try:
-            scale, provenance = source.current_scale()
+            scale, provenance = source.current_scale(self.sample.forward_index)
             if scale is None or is_capturing_graph():
                 return None, provenance
             part = next(iter(self._parts.values()), None)

@@ -96,6 +96,11 @@ class StepClock:
         return self._running is not None
 
     @property
+    def running_key(self) -> int | None:
+        """Names the optimizer of the outermost step that seems to run."""
+        return None if self._running is None else self._running.key
+
+    @property
     def in_boundary(self) -> bool:
         """Whether the program has said where the open attempt began."""
         return self._in_boundary
@@ -306,6 +311,8 @@ class StepClock:
         step = self._add_step(optimizer_key, now_s, outcome, evidence)
         if step is not None:
             step.lr = lr
+            if running.verdict is not None:
+                step.outcome, step.evidence, step.found_inf, step.amendment = running.verdict
             step.optimizer_s = max(0.0, now_s - running.started_s - running.inner.seconds)
             if running.inner.spans is not None:
                 step.span, step.inside = (running.started_s, now_s), running.inner.spans
@@ -335,6 +342,7 @@ class StepClock:
         self._optimizer_known = True
         self._drop_aborted_step(now_s)
         if self._running is not None:
+            self._running.take(outcome, evidence, found_inf, amendment)
             return
         self._timer.settle_backward(now_s, self._window, self._running)
         step = self._add_step(optimizer_key, now_s, outcome, evidence)
@@ -353,12 +361,16 @@ class StepClock:
         """Takes better evidence for an optimizer's last step in the window (training thread, hot path).
 
         Args:
-            optimizer_key: As given to `step_started`.
+            optimizer_key: As given to `step_started`. A step inside another one has no record: its evidence
+                is that of the outer one.
             outcome: What became of it.
             evidence: What that rests on.
             found_inf: What the scaler found, where it is known on the host.
             amendment: Brings what only the device knows of it.
         """
+        if self._running is not None:
+            self._running.take(outcome, evidence, found_inf, amendment)
+            return
         step = self._last_step(optimizer_key)
         if step is not None:
             step.outcome, step.evidence, step.found_inf, step.aborted = outcome, evidence, found_inf, False

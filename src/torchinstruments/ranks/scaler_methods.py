@@ -179,7 +179,7 @@ def _as_function(attribute: object) -> Callable[..., Any] | None:
 class _Partial:
     """A `functools.partialmethod` as a function of the scaler."""
 
-    method: "functools.partialmethod[Any]"
+    method: Any
 
     def __call__(self, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         return self.method.__get__(scaler, type(scaler))(*args, **kwargs)
