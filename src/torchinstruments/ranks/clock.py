@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from torchinstruments.ranks.phases import PhaseTimer
 from torchinstruments.ranks.stepping import OptimizerOrdinals, RunningStep
-from torchinstruments.ranks.window import DeviceClock, Span, Step, Window
+from torchinstruments.ranks.window import DeviceClock, Prepared, Span, Step, Window
 from torchinstruments.records import (
     Amendment,
     ClosedAttempt,
@@ -349,6 +349,46 @@ class StepClock:
         if step is not None:
             step.lr, step.found_inf, step.amendment = lr, found_inf, amendment
 
+    def step_prepared(self, optimizer_key: int, *, lr: float | None, amendment: Amendment) -> Prepared:
+        """Takes that a scaler has unscaled an optimizer's gradients (training thread, hot path).
+
+        Where no step comes before the window is over, the window has a row of outcome `ABANDONED` of it.
+
+        Args:
+            optimizer_key: As given to `step_started`.
+            lr: Learning rate of the first group, where it is a number on the host.
+            amendment: Brings what only the device knows of it.
+
+        Returns:
+            What the caller ends when a step comes, and hands to `step_abandoned` where none will.
+        """
+        prepared = Prepared(optimizer_key, lr, amendment)
+        window = self._window
+        if window is None or len(window.prepared) >= MAX_STEPS_IN_WINDOW:
+            prepared.is_over = True
+        else:
+            window.prepared.append(prepared)
+        return prepared
+
+    def step_abandoned(self, prepared: Prepared, now_s: float) -> None:
+        """Takes that a prepared step will not come (training thread, hot path).
+
+        Args:
+            prepared: What `step_prepared` returned. Nothing happens where it is over.
+            now_s: Monotonic seconds.
+        """
+        if prepared.is_over:
+            return
+        prepared.is_over = True
+        self.step_skipped(
+            prepared.key,
+            now_s,
+            lr=prepared.lr,
+            outcome=Outcome.ABANDONED,
+            evidence=Evidence.NONE,
+            amendment=prepared.amendment,
+        )
+
     def step_resolved(
         self,
         optimizer_key: int,
@@ -434,6 +474,18 @@ class StepClock:
         if window is None:
             return ()
         self._timer.window_closed(window)
+        for prepared in window.prepared:
+            if not prepared.is_over and len(window.steps) < MAX_STEPS_IN_WINDOW:
+                prepared.is_over = True
+                self._optimizer_known = True
+                step = Step(
+                    prepared.key,
+                    *self._ordinals.next_attempt(prepared.key),
+                    Outcome.ABANDONED,
+                    Evidence.NONE,
+                )
+                step.lr, step.amendment = prepared.lr, prepared.amendment
+                window.steps.append(step)
         outcome, evidence = Outcome.UNKNOWN, Evidence.NONE
         if self._optimizer_known or failed:
             outcome = Outcome.ABANDONED

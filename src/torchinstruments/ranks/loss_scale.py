@@ -30,7 +30,8 @@ from torchinstruments.ranks.optimizers import KnownOptimizer, OptimizerWatch, fi
 from torchinstruments.ranks.ring import Rings, Ticket
 from torchinstruments.ranks.scaled_attempt import ScaledAttempt
 from torchinstruments.ranks.seen_scalers import SeenScalers
-from torchinstruments.records import Evidence, Outcome, ScaleProvenance
+from torchinstruments.ranks.window import Prepared
+from torchinstruments.records import ScaleProvenance
 
 __all__ = ["DeclaredScale", "ScalerWatch"]
 
@@ -47,18 +48,26 @@ class _Open:
     Attributes:
         optimizer: Address of what the scaler was given, under which it keeps its findings.
         known: The optimizer that is stepped.
-        lr: Its learning rate when the attempt began.
         attempt: What is known of it so far.
+        prepared: Tells the clock of it as long as it is not stepped.
         num_ended: Steps of the optimizer that had ended when the scaler's step began.
         is_begun: Whether the scaler's step was called; of one that raised, the optimizer's own hooks tell.
+        is_done: Whether that returned, or the program made the step itself.
     """
 
     optimizer: int
     known: KnownOptimizer
-    lr: float | None
     attempt: ScaledAttempt
+    prepared: Prepared | None = None
     num_ended: int = 0
     is_begun: bool = False
+    is_done: bool = False
+
+    def begin(self) -> None:
+        """Takes that a step comes: the clock need not say that none did."""
+        self.is_begun = True
+        if self.prepared is not None:
+            self.prepared.is_over = True
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +141,7 @@ class ScalerWatch:
         self._ledgers.clear()
         try:
             for ledger in ledgers:
-                self._abandon(ledger)
+                self._end(ledger)
         except Exception as error:  # noqa: BLE001 - detaching goes on
             self.report(error)
 
@@ -213,7 +222,10 @@ class ScalerWatch:
         if known is None:
             self._ledger(scaler).has_others = True
             return
-        attempt = self._open(scaler, optimizer, known).attempt
+        opened = self._open(scaler, optimizer, known)
+        attempt = opened.attempt
+        lr = first_lr(known.reference())
+        opened.prepared = self._clock.step_prepared(known.key, lr=lr, amendment=attempt)
         attempt.scale_before = self._keep_scale(scaler)
         attempt.found_inf = self._keep_findings(scaler, id(optimizer))
 
@@ -225,7 +237,7 @@ class ScalerWatch:
             return None
         begun = self._open(scaler, optimizer, known)
         begun.num_ended = known.num_ended
-        begun.is_begun = True
+        begun.begin()
         begun.attempt.scale_before = self._keep_scale(scaler)
         # A program may have changed what an earlier unscale_ found, to make its ranks agree.
         begun.attempt.found_inf = None
@@ -250,7 +262,7 @@ class ScalerWatch:
         try:
             self._tell(scaler, optimizer, begun)
         finally:
-            begun.attempt.is_stepped = True
+            begun.is_done = begun.attempt.is_stepped = True
 
     def _tell(self, scaler: GradScaler, optimizer: object, begun: _Open) -> None:
         """Tells the clock and the listener what became of a step."""
@@ -297,9 +309,7 @@ class ScalerWatch:
         """
         if not self._seen.is_any_alive:
             return
-        begun = [
-            one for ledger in self._ledgers.values() for one in ledger.open if not one.attempt.is_stepped
-        ]
+        begun = [one for ledger in self._ledgers.values() for one in ledger.open if not one.is_done]
         mine = [one for one in begun if one.known is known]
         if mine:
             if not mine[-1].is_begun:
@@ -315,7 +325,12 @@ class ScalerWatch:
 
     def _step_ended_unscaled(self, one: _Open) -> None:
         """Takes that the program stepped an optimizer itself whose gradients the scaler has unscaled."""
-        one.is_begun = True
+        is_told = one.prepared is not None and one.prepared.is_over
+        one.begin()
+        one.is_done = True
+        if is_told:
+            # A block ended in between: it was abandoned there, and this step has no row to stand in.
+            return
         attempt = one.attempt
         attempt.ran, attempt.decides_on_device = True, one.known.decides_on_device
         self._led = self._clock.running_key
@@ -332,7 +347,7 @@ class ScalerWatch:
             for ledger in self._ledgers.values()
             if (scaler := ledger.scaler()) is not None
             for one in ledger.open
-            if one.known.reference() is optimizer and not one.attempt.is_stepped
+            if one.known.reference() is optimizer and not one.is_done
         ]
 
     def update_begins(self, scaler: GradScaler) -> None:
@@ -358,7 +373,7 @@ class ScalerWatch:
             one.attempt.scale_after = after
             one.attempt.is_scale_set = is_scale_set
             one.attempt.is_alone = is_alone
-        self._abandon(ledger)
+        self._end(ledger)
 
     def report(self, error: BaseException) -> None:
         """Takes an exception of this package's own code (training or writer thread)."""
@@ -369,12 +384,15 @@ class ScalerWatch:
         """Returns the attempt of an optimizer that is not stepped yet, a new one where there is none."""
         ledger = self._ledger(scaler)
         for one in ledger.open:
-            if one.optimizer == id(optimizer) and one.known is known and not one.attempt.is_stepped:
-                return one
+            if one.optimizer == id(optimizer) and one.known is known and not one.is_done:
+                if one.is_begun or one.prepared is None or not one.prepared.is_over:
+                    return one
+                # Its window is over, as one in which no step came.
+                one.is_done = True
         if len(ledger.open) >= _MAX_OPEN:
             # A scaler that is never updated.
-            del ledger.open[0]
-        opened = _Open(id(optimizer), known, first_lr(known.reference()), ScaledAttempt(self.report))
+            ledger.open.pop(0).attempt.is_over = True
+        opened = _Open(id(optimizer), known, ScaledAttempt(self.report))
         ledger.open.append(opened)
         return opened
 
@@ -385,18 +403,13 @@ class ScalerWatch:
             ledger = self._ledgers[id(scaler)] = _Ledger(weakref.ref(scaler))
         return ledger
 
-    def _abandon(self, ledger: _Ledger) -> None:
-        """Tells the clock of attempts that were unscaled and never stepped."""
+    def _end(self, ledger: _Ledger) -> None:
+        """Tells the clock of attempts that were unscaled and never stepped, and that nothing more comes."""
         for one in ledger.open:
-            if not one.is_begun:
-                self._clock.step_skipped(
-                    one.known.key,
-                    self._now(),
-                    lr=one.lr,
-                    outcome=Outcome.ABANDONED,
-                    evidence=Evidence.NONE,
-                    amendment=one.attempt,
-                )
+            if one.prepared is not None and not one.prepared.is_over:
+                self._led = self._clock.running_key
+                self._clock.step_abandoned(one.prepared, self._now())
+            one.attempt.is_over = True
 
     def _keep_scale(self, scaler: GradScaler) -> Ticket | None:
         scale: object = getattr(scaler, "_scale", None)

@@ -20,7 +20,7 @@ from torchinstruments.records import (
     StepProvenance,
 )
 
-__all__ = ["MAX_SPANS", "DeviceClock", "Phase", "Span", "Spans", "Step", "Window"]
+__all__ = ["MAX_SPANS", "DeviceClock", "Phase", "Prepared", "Span", "Spans", "Step", "Window"]
 
 MAX_SPANS = 4_096
 """Spans whose moments a window keeps; one with more has the host's times."""
@@ -109,6 +109,23 @@ class Step:
     inside: Sequence[Span] = ()
 
 
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """Gradients that a scaler has unscaled in a window for a step that may come.
+
+    Attributes:
+        key: Names the optimizer.
+        lr: Learning rate of the first group, where it is known.
+        amendment: Brings what only the device knows of it.
+        is_over: Whether the step came, or the window was told of as one in which it did not.
+    """
+
+    key: int
+    lr: float | None
+    amendment: Amendment
+    is_over: bool = False
+
+
 @dataclass(slots=True)
 class Window:
     """An attempt that is open.
@@ -129,6 +146,7 @@ class Window:
         forward: Time in root forwards.
         backward: Time in backwards.
         steps: Its steps, in the order of their ends.
+        prepared: Steps that are awaited.
         end_s: When its last step, or what came after it, was over; None before the first step.
     """
 
@@ -148,6 +166,7 @@ class Window:
     forward: Phase = field(default_factory=Phase)
     backward: Phase = field(default_factory=Phase)
     steps: list[Step] = field(default_factory=list)
+    prepared: list[Prepared] = field(default_factory=list)
     end_s: float | None = None
 
     def place(self, index: int, *, grad_enabled: bool, provenance: StepProvenance) -> Position:

@@ -259,6 +259,72 @@ def test_a_program_that_steps_by_itself_after_unscaling_has_made_that_attempt(ki
     assert [r.scale_after for r in records] == training.scales_after == [2048, 1024, 2048]
 
 
+@pytest.mark.parametrize("is_updated", [True, False])
+def test_gradients_that_a_block_unscaled_and_never_stepped_are_its_abandoned_attempt(
+    is_updated: bool,
+) -> None:
+    """Though the update comes after the block, or never; and nothing stepped between blocks."""
+    with ScaledTraining() as training:
+        optimizer, scaler = SGD(training.model["a"].parameters(), lr=0.1), grad_scaler()
+        records = []
+        for overflow in overflows("x."):
+            training.clock.boundary_entered(0.0, 0)
+            optimizer.zero_grad()
+            training.backward(scaler, overflow=overflow)
+            scaler.unscale_(optimizer)
+            (closed,) = training.clock.boundary_left(0.0)
+            assert not closed.is_complete()
+            if is_updated:
+                scaler.update()
+            else:
+                scaler._per_optimizer_states.clear()
+            records.append(closed)
+        training.detach()
+        assert [closed.is_complete() for closed in records] == [True, True]
+        told = [closed.resolve() for closed in records]
+    assert training.clock.num_steps_between_boundaries == 0
+    assert [(r.attempt, r.optimizer, r.optimizer_attempt) for r in told] == [(0, 0, 0), (1, 0, 1)]
+    assert [r.outcome for r in told] == [Outcome.ABANDONED] * 2
+    assert [r.found_inf for r in told] == [1.0, 0.0]
+    before = [1024.0, 512.0] if is_updated else [1024.0, 1024.0]
+    assert [r.scale_before for r in told] == before
+    assert [r.scale_after for r in told] == ([512.0, 512.0] if is_updated else [None, None])
+    assert [r.lr for r in told] == [0.1, 0.1]
+
+
+@pytest.mark.parametrize("by_scaler", [True, False])
+def test_a_step_after_the_block_that_unscaled_belongs_nowhere(by_scaler: bool) -> None:
+    """The block's row says that none came in it, and stays so."""
+    with ScaledTraining() as training:
+        optimizer, scaler = SGD(training.model["a"].parameters(), lr=0.1), grad_scaler()
+        training.clock.boundary_entered(0.0, 0)
+        training.backward(scaler)
+        scaler.unscale_(optimizer)
+        (closed,) = training.clock.boundary_left(0.0)
+        if by_scaler:
+            scaler.step(optimizer)
+        else:
+            optimizer.step()
+        scaler.update()
+        record = closed.resolve()
+    assert (record.outcome, record.found_inf, record.scale_after) == (Outcome.ABANDONED, 0.0, 1024.0)
+    assert training.clock.num_steps_between_boundaries == 1
+
+
+def test_a_row_waits_for_an_update_that_comes_after_the_next_forward() -> None:
+    """The window is over by then."""
+    with ScaledTraining() as training:
+        optimizer, scaler = SGD(training.model["a"].parameters(), lr=0.1), grad_scaler(growth_interval=1)
+        training.backward(scaler)
+        scaler.step(optimizer)
+        training.forward()
+        (closed,) = training._closed
+        assert not closed.is_complete()
+        scaler.update()
+        assert closed.is_complete()
+        assert closed.resolve().scale_after == 2048.0
+
+
 def test_a_program_that_steps_infinities_by_itself_has_applied_them() -> None:
     """Nobody asked the scaler."""
     with ScaledTraining() as training:
