@@ -591,6 +591,10 @@ class AttemptRecord:
 class Amendment(Protocol):
     """What a device knew of an attempt when its window closed, and the host did not yet."""
 
+    def is_complete(self) -> bool:
+        """Returns whether nothing more will be known of it on the host; does not raise (writer thread)."""
+        ...
+
     def amend(self, record: AttemptRecord) -> AttemptRecord:
         """Waits for what it needs and returns the record with it (writer thread)."""
         ...
@@ -607,6 +611,12 @@ class ClosedAttempt:
 
     record: AttemptRecord
     amendments: tuple[Amendment, ...] = ()
+
+    def is_complete(self) -> bool:
+        """Returns whether the host knows all of it, so that a later answer is the same (writer thread)."""
+        # Each is asked, for one that is not complete keeps what is known so far.
+        complete = [amendment.is_complete() for amendment in self.amendments]
+        return all(complete)
 
     def resolve(self) -> AttemptRecord:
         """Returns the whole record (writer thread)."""

@@ -141,7 +141,7 @@ class ParameterTracker:
         tally = Tally(self._faults)
         part = self._recipe.part(facts.ordinal, tally.fail)
         _add(part, latest, due, reason, tally)
-        scale, provenance = self._scale_left(part, optimizer, tally)
+        scale, provenance = self._scale_left(part, optimizer, facts.position.forward_index, tally)
         with functions_off(), isolated("cpu"):
             part.batch.seal()
         self._deliver(
@@ -161,13 +161,13 @@ class ParameterTracker:
         )
 
     def _scale_left(
-        self, part: Part, optimizer: Optimizer, tally: Tally
+        self, part: Part, optimizer: Optimizer, forward_index: int, tally: Tally
     ) -> tuple[tuple[ScalarBatch, int] | float | None, ScaleProvenance]:
         """Takes the factor along that is still in the gradients."""
         if self._scale is None:
             return None, ScaleProvenance.UNKNOWN
         try:
-            factor, provenance = self._scale.scale_left(optimizer)
+            factor, provenance = self._scale.scale_left(optimizer, forward_index)
             if not isinstance(factor, torch.Tensor):
                 return factor, provenance
             if is_capturing_graph():

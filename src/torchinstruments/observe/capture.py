@@ -459,7 +459,9 @@ class SampledForward:
         """Returns the bookkeeping of what may come in backwards."""
         if self._progress.gradients is None:
             parameters = self._progress.parameters
-            self._progress.gradients = self._tracker.sample(self._ordinal, parameters, self._backward_sync)
+            self._progress.gradients = self._tracker.sample(
+                self._ordinal, self._position.forward_index, parameters, self._backward_sync
+            )
             if parameters is not None:
                 parameters.belongs_to(self._progress.gradients)
         return self._progress.gradients

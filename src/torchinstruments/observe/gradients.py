@@ -101,6 +101,7 @@ class GradientTracker:
     def sample(
         self,
         ordinal: int,
+        forward_index: int,
         listener: BackwardListener | None = None,
         backward_sync: BackwardSync | None = None,
     ) -> "SampleGradients":
@@ -108,10 +109,12 @@ class GradientTracker:
 
         Args:
             ordinal: Of the sample.
+            forward_index: Of the root forward.
             listener: Told of the end of its backwards.
             backward_sync: Reads whether they synchronise gradients, where they decide that.
         """
-        sample = SampleGradients(self, ordinal, threading.get_ident(), listener, backward_sync)
+        thread = threading.get_ident()
+        sample = SampleGradients(self, ordinal, forward_index, thread, listener, backward_sync)
         if len(self._samples) >= MAX_OUTSTANDING:
             self._samples = deque(reference for reference in self._samples if reference() is not None)
         if len(self._samples) >= MAX_OUTSTANDING:
@@ -202,6 +205,7 @@ class SampleGradients:
     Args:
         tracker: Of the observer.
         ordinal: Of the sample.
+        forward_index: Of the root forward.
         thread: Which thread ran the forward.
         listener: Told of the end of its backwards.
         backward_sync: Reads whether they synchronise gradients, where they decide that.
@@ -211,12 +215,14 @@ class SampleGradients:
         self,
         tracker: GradientTracker,
         ordinal: int,
+        forward_index: int,
         thread: int,
         listener: BackwardListener | None = None,
         backward_sync: BackwardSync | None = None,
     ) -> None:
         self.tracker = tracker
         self.ordinal = ordinal
+        self.forward_index = forward_index
         self.thread = thread
         self.listener = listener
         self.backward_sync = backward_sync
@@ -473,7 +479,7 @@ class Traversal:
         if source is None:
             return None, ScaleProvenance.UNKNOWN
         try:
-            scale, provenance = source.current_scale()
+            scale, provenance = source.current_scale(self.sample.forward_index)
             if scale is None or is_capturing_graph():
                 return None, provenance
             part = next(iter(self._parts.values()), None)

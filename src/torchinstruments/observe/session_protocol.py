@@ -62,12 +62,20 @@ class Session(Outbox, Protocol):
 class ScaleSource(Protocol):
     """Knows the loss scale: `torchinstruments.ranks.loss_scale.ScalerWatch`, or a stand-in."""
 
-    def current_scale(self) -> tuple[torch.Tensor | None, ScaleProvenance]:
-        """Returns the scale as a tensor, not read here, and how it is known (autograd thread, hot path)."""
+    def current_scale(self, forward_index: int | None = None) -> tuple[torch.Tensor | None, ScaleProvenance]:
+        """Returns the scale as a tensor, not read here, and how it is known (autograd thread, hot path).
+
+        It is that of the backward of a root forward, where one is given.
+        """
         ...
 
-    def scale_left(self, optimizer: Optimizer) -> tuple[torch.Tensor | float | None, ScaleProvenance]:
-        """Returns the factor that is still in an optimizer's gradients, and how it is known (hot path)."""
+    def scale_left(
+        self, optimizer: Optimizer, forward_index: int
+    ) -> tuple[torch.Tensor | float | None, ScaleProvenance]:
+        """Returns the factor that is still in the gradients of a root forward that an optimizer has.
+
+        Beside it stands how it is known (training thread, hot path).
+        """
         ...
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from torchinstruments.ranks.phases import PhaseTimer
 from torchinstruments.ranks.stepping import OptimizerOrdinals, RunningStep
-from torchinstruments.ranks.window import DeviceClock, Span, Step, Window
+from torchinstruments.ranks.window import DeviceClock, Prepared, Span, Step, Window
 from torchinstruments.records import (
     Amendment,
     ClosedAttempt,
@@ -110,6 +110,11 @@ class StepClock:
     def is_stepping(self) -> bool:
         """Whether a step seems to run."""
         return self._running is not None
+
+    @property
+    def running_key(self) -> int | None:
+        """Names the optimizer of the outermost step that seems to run."""
+        return None if self._running is None else self._running.key
 
     @property
     def in_boundary(self) -> bool:
@@ -341,6 +346,8 @@ class StepClock:
         step = self._add_step(optimizer_key, now_s, outcome, evidence)
         if step is not None:
             step.lr = lr
+            if running.verdict is not None:
+                step.outcome, step.evidence, step.found_inf, step.amendment = running.verdict
             step.optimizer_s = max(0.0, now_s - running.started_s - running.inner.seconds)
             if running.inner.spans is not None:
                 step.span, step.inside = (running.started_s, now_s), running.inner.spans
@@ -370,11 +377,52 @@ class StepClock:
         self._optimizer_known = True
         self._drop_aborted_step(now_s)
         if self._running is not None:
+            self._running.take(outcome, evidence, found_inf, amendment)
             return
         self._timer.settle_backward(now_s, self._window, self._running)
         step = self._add_step(optimizer_key, now_s, outcome, evidence)
         if step is not None:
             step.lr, step.found_inf, step.amendment = lr, found_inf, amendment
+
+    def step_prepared(self, optimizer_key: int, *, lr: float | None, amendment: Amendment) -> Prepared:
+        """Takes that a scaler has unscaled an optimizer's gradients (training thread, hot path).
+
+        Where no step comes before the window is over, the window has a row of outcome `ABANDONED` of it.
+
+        Args:
+            optimizer_key: As given to `step_started`.
+            lr: Learning rate of the first group, where it is a number on the host.
+            amendment: Brings what only the device knows of it.
+
+        Returns:
+            What the caller ends when a step comes, and hands to `step_abandoned` where none will.
+        """
+        prepared = Prepared(optimizer_key, lr, amendment)
+        window = self._window
+        if window is None or len(window.prepared) >= MAX_STEPS_IN_WINDOW:
+            prepared.is_over = True
+        else:
+            window.prepared.append(prepared)
+        return prepared
+
+    def step_abandoned(self, prepared: Prepared, now_s: float) -> None:
+        """Takes that a prepared step will not come (training thread, hot path).
+
+        Args:
+            prepared: What `step_prepared` returned. Nothing happens where it is over.
+            now_s: Monotonic seconds.
+        """
+        if prepared.is_over:
+            return
+        prepared.is_over = True
+        self.step_skipped(
+            prepared.key,
+            now_s,
+            lr=prepared.lr,
+            outcome=Outcome.ABANDONED,
+            evidence=Evidence.NONE,
+            amendment=prepared.amendment,
+        )
 
     def step_resolved(
         self,
@@ -388,12 +436,16 @@ class StepClock:
         """Takes better evidence for an optimizer's last step in the window (training thread, hot path).
 
         Args:
-            optimizer_key: As given to `step_started`.
+            optimizer_key: As given to `step_started`. A step inside another one has no record: its evidence
+                is that of the outer one.
             outcome: What became of it.
             evidence: What that rests on.
             found_inf: What the scaler found, where it is known on the host.
             amendment: Brings what only the device knows of it.
         """
+        if self._running is not None:
+            self._running.take(outcome, evidence, found_inf, amendment)
+            return
         step = self._last_step(optimizer_key)
         if step is not None:
             step.outcome, step.evidence, step.found_inf, step.aborted = outcome, evidence, found_inf, False
@@ -466,6 +518,18 @@ class StepClock:
         if window is None:
             return ()
         self._timer.window_closed(window)
+        for prepared in window.prepared:
+            if not prepared.is_over and len(window.steps) < MAX_STEPS_IN_WINDOW:
+                prepared.is_over = True
+                self._optimizer_known = True
+                step = Step(
+                    prepared.key,
+                    *self._ordinals.next_attempt(prepared.key),
+                    Outcome.ABANDONED,
+                    Evidence.NONE,
+                )
+                step.lr, step.amendment = prepared.lr, prepared.amendment
+                window.steps.append(step)
         if window.steps:
             return window.take_records(self._device)
         outcome, evidence = Outcome.UNKNOWN, Evidence.NONE

@@ -5,10 +5,12 @@ the step, what the scaler found, the scale after the update. All three are copie
 the writer thread, which decides the outcome; see `torchinstruments.ranks.scaled_attempt`. Gradients that were
 unscaled and never stepped before the update are an attempt too, an abandoned one.
 
-A scaler belongs to this model once it has stepped one of its optimizers. Until then a single scaler that was
-seen to scale counts as this model's; of several, none does. What the caller declared counts before all that,
-until a scaler is seen to contradict it. The ledger takes every scaler that steps one of the model's
-optimizers, whatever was declared: what happened to a step is a fact.
+An optimizer that the program steps itself after ``unscale_`` has made that attempt, and a step that runs
+inside another optimizer's step belongs to the outer one (`StepClock`).
+
+Which scaler scaled a loss of the model is `torchinstruments.ranks.seen_scalers`'s business. What the caller
+declared counts before that, until a scaler is seen to contradict it. The ledger takes every scaler that steps
+one of the model's optimizers, whatever was declared: what happened to a step is a fact.
 """
 
 import time
@@ -24,10 +26,12 @@ from torchinstruments.config import UNSET, Unset
 from torchinstruments.ranks import scaler_methods
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.inner_optimizer import inner_optimizer, is_hooked
-from torchinstruments.ranks.optimizers import KnownOptimizer, OptimizerWatch, first_lr
+from torchinstruments.ranks.optimizers import KnownOptimizer, OptimizerWatch, first_lr, unwrapped
 from torchinstruments.ranks.ring import Rings, Ticket
 from torchinstruments.ranks.scaled_attempt import ScaledAttempt
-from torchinstruments.records import Evidence, Outcome, ScaleProvenance
+from torchinstruments.ranks.seen_scalers import SeenScalers
+from torchinstruments.ranks.window import Prepared
+from torchinstruments.records import ScaleProvenance
 
 __all__ = ["DeclaredScale", "ScalerWatch"]
 
@@ -44,18 +48,26 @@ class _Open:
     Attributes:
         optimizer: Address of what the scaler was given, under which it keeps its findings.
         known: The optimizer that is stepped.
-        lr: Its learning rate when the attempt began.
         attempt: What is known of it so far.
+        prepared: Tells the clock of it as long as it is not stepped.
         num_ended: Steps of the optimizer that had ended when the scaler's step began.
         is_begun: Whether the scaler's step was called; of one that raised, the optimizer's own hooks tell.
+        is_done: Whether that returned, or the program made the step itself.
     """
 
     optimizer: int
     known: KnownOptimizer
-    lr: float | None
     attempt: ScaledAttempt
+    prepared: Prepared | None = None
     num_ended: int = 0
     is_begun: bool = False
+    is_done: bool = False
+
+    def begin(self) -> None:
+        """Takes that a step comes: the clock need not say that none did."""
+        self.is_begun = True
+        if self.prepared is not None:
+            self.prepared.is_over = True
 
 
 @dataclass(slots=True, eq=False)
@@ -66,11 +78,13 @@ class _Ledger:
         scaler: The scaler.
         open: Attempts of this model's optimizers.
         has_others: Whether it checked gradients of another model's optimizer too.
+        is_in_unknown: Whether its step runs with something that cannot be told to be an optimizer.
     """
 
     scaler: weakref.ref[GradScaler]
     open: list[_Open] = field(default_factory=list)
     has_others: bool = False
+    is_in_unknown: bool = False
 
 
 class ScalerWatch:
@@ -110,35 +124,39 @@ class ScalerWatch:
         self._only = weakref.ref(declared) if isinstance(declared, GradScaler) else None
         self._fixed = torch.tensor(declared, dtype=torch.float64) if isinstance(declared, float) else None
         self._is_contradicted = False
-        self._seen: list[weakref.ref[GradScaler]] = []
-        self._own: weakref.ref[GradScaler] | None = None
-        self._foreign: list[weakref.ref[GradScaler]] = []
+        self._seen = SeenScalers(lambda: clock.num_forwards)
+        self._led: int | None = None
         self._ledgers: dict[int, _Ledger] = {}
 
     def attach(self) -> None:
         """Wraps the scaler classes, or shares the wrapping of another watch."""
+        self._optimizers.on_ended = self._step_ended
         scaler_methods.listen(self)
 
     def detach(self) -> None:
         """Stops listening, and tells of attempts that were unscaled and never stepped. Idempotent."""
+        self._optimizers.on_ended = None
         scaler_methods.stop_listening(self)
         ledgers = list(self._ledgers.values())
         self._ledgers.clear()
         try:
             for ledger in ledgers:
-                self._abandon(ledger)
+                self._end(ledger)
         except Exception as error:  # noqa: BLE001 - detaching goes on
             self.report(error)
 
-    def current_scale(self) -> tuple[torch.Tensor | None, ScaleProvenance]:
+    def current_scale(self, forward_index: int | None = None) -> tuple[torch.Tensor | None, ScaleProvenance]:
         """Returns the tensor that holds the loss scale, and how it is known (training thread, hot path).
 
         The tensor is the scaler's own, on its device, and changes in place: copy it now, read it later.
 
+        Args:
+            forward_index: Of the root forward whose backward asks; None asks before any backward.
+
         Returns:
             ``(scale, GRADSCALER)``; ``(scale, EXPLICIT)`` and ``(None, UNSCALED)`` as the caller declared;
             ``(None, NONE_SEEN)`` where no enabled scaler scaled since `attach`; ``(None, UNKNOWN)`` where it
-            cannot be told whether a scaler is this model's, or one contradicts what was declared.
+            cannot be told whether a scaler scaled this loss, or one contradicts what was declared.
         """
         if self._is_contradicted:
             return None, ScaleProvenance.UNKNOWN
@@ -147,58 +165,56 @@ class ScalerWatch:
             if only is None:
                 return None, ScaleProvenance.UNKNOWN
             return _scale_of(only) if only.is_enabled() else (None, ScaleProvenance.UNSCALED)
-        own = self._own() if self._own is not None else None
-        if own is not None:
-            return _scale_of(own)
-        seen = _alive(self._seen)
-        if not seen:
-            # A subclass that was imported after attach is not wrapped yet.
-            scaler_methods.wrap_new_classes()
+        # A subclass that was imported after attach is not wrapped yet.
+        scaler_methods.wrap_new_classes()
         if not isinstance(self._declared, Unset):
-            if not all(_holds(self._foreign, scaler) for scaler in seen):
+            if self._seen.is_any_suspect:
                 # It may scale this model's loss against what was declared: its first step will tell.
                 return None, ScaleProvenance.UNKNOWN
             provenance = ScaleProvenance.UNSCALED if self._fixed is None else ScaleProvenance.EXPLICIT
             return self._fixed, provenance
-        if not seen:
+        if not self._seen.is_any_alive:
             return None, ScaleProvenance.NONE_SEEN
-        if len(seen) == 1 and not _holds(self._foreign, seen[0]):
-            return _scale_of(seen[0])
-        return None, ScaleProvenance.UNKNOWN
+        believed = self._seen.believed(forward_index)
+        return (None, ScaleProvenance.UNKNOWN) if believed is None else _scale_of(believed)
 
-    def scale_left(self, optimizer: Optimizer) -> tuple[torch.Tensor | float | None, ScaleProvenance]:
+    def scale_left(
+        self, optimizer: Optimizer, forward_index: int
+    ) -> tuple[torch.Tensor | float | None, ScaleProvenance]:
         """Returns the factor by which an optimizer's gradients are still multiplied, and how it is known.
 
         It is called while the optimizer begins its step, or was skipped (training thread, hot path).
 
+        Args:
+            optimizer: The optimizer.
+            forward_index: Of the root forward to which the gradients belong.
+
         Returns:
-            What `current_scale` returns, but ``(1.0, GRADSCALER)`` once the scaler has unscaled them, and
-            ``(None, UNKNOWN)`` where the program scales by a number of its own, and where the scaler knows
-            other optimizers alone: one of them may wrap this one.
+            ``(1.0, GRADSCALER)`` once a scaler has unscaled them and ``(scale, GRADSCALER)`` where it leaves
+            that to the optimizer; ``(None, UNSCALED)`` and ``(None, NONE_SEEN)`` as `current_scale`. Else
+            ``(None, UNKNOWN)``: where the program scales by a number of its own, where an optimizer steps
+            without the scaler that is there, and where several scaled since the forward.
         """
-        scale, provenance = self.current_scale()
-        if provenance is ScaleProvenance.EXPLICIT:
-            # Whether the program has divided by it already, nothing tells.
+        if self._is_contradicted:
             return None, ScaleProvenance.UNKNOWN
-        if scale is None:
-            return None, provenance
-        for scaler in _alive([*self._seen, *([] if self._own is None else [self._own])]):
-            if scaler._scale is not scale:  # noqa: SLF001
-                continue
-            # Asked for with [], it would make an entry.
-            states = scaler._per_optimizer_states  # noqa: SLF001
-            state = states.get(id(optimizer))
-            if state is not None and state["stage"] is not OptState.READY:
-                return 1.0, provenance
-            if state is None and states:
-                return None, ScaleProvenance.UNKNOWN
-        return scale, provenance
+        begun = self._begun_by(optimizer)
+        if len(begun) != 1:
+            _, provenance = self.current_scale(forward_index)
+            # Whether the program has divided by it already, nothing tells.
+            is_scaled = provenance in {ScaleProvenance.GRADSCALER, ScaleProvenance.EXPLICIT}
+            return None, ScaleProvenance.UNKNOWN if is_scaled else provenance
+        ((scaler, one),) = begun
+        if self._only is None and self._seen.num_scaled(forward_index) > 1:
+            return None, ScaleProvenance.UNKNOWN
+        # Asked for with [], it would make an entry.
+        state = scaler._per_optimizer_states.get(one.optimizer)  # noqa: SLF001
+        if state is not None and state["stage"] is not OptState.READY:
+            return 1.0, ScaleProvenance.GRADSCALER
+        return _scale_of(scaler)
 
     def scaled(self, scaler: GradScaler) -> None:
         """Takes that a scaler has scaled something (training thread, hot path)."""
-        if not _holds(self._seen, scaler):
-            self._seen = [weakref.ref(one) for one in _alive(self._seen)]
-            self._seen.append(weakref.ref(scaler))
+        self._seen.scaled(scaler)
 
     def unscaled(self, scaler: GradScaler, optimizer: object) -> None:
         """Takes that the program had an optimizer's gradients unscaled (training thread, hot path)."""
@@ -206,7 +222,10 @@ class ScalerWatch:
         if known is None:
             self._ledger(scaler).has_others = True
             return
-        attempt = self._open(scaler, optimizer, known).attempt
+        opened = self._open(scaler, optimizer, known)
+        attempt = opened.attempt
+        lr = first_lr(known.reference())
+        opened.prepared = self._clock.step_prepared(known.key, lr=lr, amendment=attempt)
         attempt.scale_before = self._keep_scale(scaler)
         attempt.found_inf = self._keep_findings(scaler, id(optimizer))
 
@@ -214,10 +233,11 @@ class ScalerWatch:
         """Returns the attempt, or None for another model's optimizer (training thread, hot path)."""
         known = self._optimizers.known(inner_optimizer(optimizer))
         if known is None:
+            self._ledger(scaler).is_in_unknown = unwrapped(optimizer) is None
             return None
         begun = self._open(scaler, optimizer, known)
         begun.num_ended = known.num_ended
-        begun.is_begun = True
+        begun.begin()
         begun.attempt.scale_before = self._keep_scale(scaler)
         # A program may have changed what an earlier unscale_ found, to make its ranks agree.
         begun.attempt.found_inf = None
@@ -231,18 +251,22 @@ class ScalerWatch:
             optimizer: What it was to step.
             begun: What `step_begins` returned.
         """
-        self.scaled(scaler)
         if begun is None:
-            self._ledger(scaler).has_others = True
-            if not _holds(self._foreign, scaler):
-                self._foreign = [weakref.ref(one) for one in _alive(self._foreign)]
-                self._foreign.append(weakref.ref(scaler))
+            ledger = self._ledger(scaler)
+            ledger.has_others, ledger.is_in_unknown = True, False
+            if unwrapped(optimizer) is not None:
+                self._seen.stepped(scaler, is_own=False)
             return
-        if self._own is None or self._own() is not scaler:
-            self._own = weakref.ref(scaler)
-            self._compare_with_declared(scaler)
+        self._seen.stepped(scaler, is_own=True)
+        self._compare_with_declared(scaler)
+        try:
+            self._tell(scaler, optimizer, begun)
+        finally:
+            begun.is_done = begun.attempt.is_stepped = True
+
+    def _tell(self, scaler: GradScaler, optimizer: object, begun: _Open) -> None:
+        """Tells the clock and the listener what became of a step."""
         attempt = begun.attempt
-        attempt.is_stepped = True
         attempt.is_plain_scaler = _is_plain(scaler)
         if attempt.found_inf is None:
             attempt.found_inf = self._keep_findings(scaler, begun.optimizer)
@@ -258,6 +282,7 @@ class ScalerWatch:
             # Torch calls no hooks for a step that it did not wrap, or that was compiled.
             attempt.ran = False if is_hooked(stepped) and not _is_compiled(stepped) else None
             attempt.decides_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._led = self._clock.running_key
         verdict = attempt.provisional()
         if attempt.ran:
             self._clock.step_resolved(
@@ -276,6 +301,54 @@ class ScalerWatch:
                 inner = known.reference()
                 if inner is not None:
                     self._optimizers.listener.step_skipped(inner)
+
+    def _step_ended(self, known: KnownOptimizer) -> None:
+        """Takes that an optimizer of this model has stepped, whoever called it (hot path).
+
+        The program may have called it, after ``unscale_`` or without any scaler. The clock knows of the step.
+        """
+        if not self._seen.is_any_alive:
+            return
+        begun = [one for ledger in self._ledgers.values() for one in ledger.open if not one.is_done]
+        mine = [one for one in begun if one.known is known]
+        if mine:
+            if not mine[-1].is_begun:
+                self._step_ended_unscaled(mine[-1])
+        elif known.key == self._led:
+            self._led = None
+        elif unknown := [ledger for ledger in self._ledgers.values() if ledger.is_in_unknown]:
+            scaler = unknown[-1].scaler()
+            if scaler is not None:
+                self._seen.stepped(scaler, is_own=True)
+        elif not self._clock.is_stepping and not any(one.is_begun for one in begun):
+            self._seen.stepped_without()
+
+    def _step_ended_unscaled(self, one: _Open) -> None:
+        """Takes that the program stepped an optimizer itself whose gradients the scaler has unscaled."""
+        is_told = one.prepared is not None and one.prepared.is_over
+        one.begin()
+        one.is_done = True
+        if is_told:
+            # A block ended in between: it was abandoned there, and this step has no row to stand in.
+            return
+        attempt = one.attempt
+        attempt.ran, attempt.decides_on_device = True, one.known.decides_on_device
+        self._led = self._clock.running_key
+        verdict = attempt.provisional()
+        self._clock.step_resolved(
+            one.known.key, outcome=verdict.outcome, evidence=verdict.evidence, amendment=attempt
+        )
+        attempt.is_stepped = True
+
+    def _begun_by(self, optimizer: Optimizer) -> list[tuple[GradScaler, _Open]]:
+        """Returns the attempts at stepping an optimizer that began and whose step has not returned."""
+        return [
+            (scaler, one)
+            for ledger in self._ledgers.values()
+            if (scaler := ledger.scaler()) is not None
+            for one in ledger.open
+            if one.known.reference() is optimizer and not one.is_done
+        ]
 
     def update_begins(self, scaler: GradScaler) -> None:
         """Takes that an update begins, which discards the findings (training thread, hot path)."""
@@ -300,7 +373,7 @@ class ScalerWatch:
             one.attempt.scale_after = after
             one.attempt.is_scale_set = is_scale_set
             one.attempt.is_alone = is_alone
-        self._abandon(ledger)
+        self._end(ledger)
 
     def report(self, error: BaseException) -> None:
         """Takes an exception of this package's own code (training or writer thread)."""
@@ -311,12 +384,15 @@ class ScalerWatch:
         """Returns the attempt of an optimizer that is not stepped yet, a new one where there is none."""
         ledger = self._ledger(scaler)
         for one in ledger.open:
-            if one.optimizer == id(optimizer) and one.known is known and not one.attempt.is_stepped:
-                return one
+            if one.optimizer == id(optimizer) and one.known is known and not one.is_done:
+                if one.is_begun or one.prepared is None or not one.prepared.is_over:
+                    return one
+                # Its window is over, as one in which no step came.
+                one.is_done = True
         if len(ledger.open) >= _MAX_OPEN:
             # A scaler that is never updated.
-            del ledger.open[0]
-        opened = _Open(id(optimizer), known, first_lr(known.reference()), ScaledAttempt(self.report))
+            ledger.open.pop(0).attempt.is_over = True
+        opened = _Open(id(optimizer), known, ScaledAttempt(self.report))
         ledger.open.append(opened)
         return opened
 
@@ -327,18 +403,13 @@ class ScalerWatch:
             ledger = self._ledgers[id(scaler)] = _Ledger(weakref.ref(scaler))
         return ledger
 
-    def _abandon(self, ledger: _Ledger) -> None:
-        """Tells the clock of attempts that were unscaled and never stepped."""
+    def _end(self, ledger: _Ledger) -> None:
+        """Tells the clock of attempts that were unscaled and never stepped, and that nothing more comes."""
         for one in ledger.open:
-            if not one.is_begun:
-                self._clock.step_skipped(
-                    one.known.key,
-                    self._now(),
-                    lr=one.lr,
-                    outcome=Outcome.ABANDONED,
-                    evidence=Evidence.NONE,
-                    amendment=one.attempt,
-                )
+            if one.prepared is not None and not one.prepared.is_over:
+                self._led = self._clock.running_key
+                self._clock.step_abandoned(one.prepared, self._now())
+            one.attempt.is_over = True
 
     def _keep_scale(self, scaler: GradScaler) -> Ticket | None:
         scale: object = getattr(scaler, "_scale", None)
@@ -413,11 +484,3 @@ def _is_compiled(optimizer: object) -> bool:
 def _has_gradients(optimizer: object) -> bool:
     groups = getattr(optimizer, "param_groups", ())
     return any(parameter.grad is not None for group in groups for parameter in group.get("params", ()))
-
-
-def _alive(references: list[weakref.ref[GradScaler]]) -> list[GradScaler]:
-    return [scaler for scaler in (reference() for reference in references) if scaler is not None]
-
-
-def _holds(references: list[weakref.ref[GradScaler]], scaler: GradScaler) -> bool:
-    return any(reference() is scaler for reference in references)

@@ -118,6 +118,8 @@ class OptimizerWatch:
             listener: Told of every step of this model's optimizers, those inside other steps included.
         """
         self.listener = listener
+        self.on_ended: Callable[[KnownOptimizer], None] | None = None
+        """Told of every step of this model's optimizers that ended, after the clock was (hot path)."""
         self._clock = clock
         self._membership = Membership(model)
         self._only = None if only is None else _references(only)
@@ -218,6 +220,8 @@ class OptimizerWatch:
             self._clock.step_ended(
                 entry.key, self._now(), lr=first_lr(optimizer), outcome=outcome, evidence=evidence
             )
+            if self.on_ended is not None:
+                self.on_ended(entry)
         except Exception as error:  # noqa: BLE001
             self._report(error)
 

@@ -51,6 +51,7 @@ class ScaledAttempt:
         is_alone: Whether the update was for this optimizer only.
         is_scale_set: Whether the program gave the update a scale.
         is_stepped: Whether the scaler was asked to step the optimizer.
+        is_over: Whether the update came, or none will.
     """
 
     report: Callable[[BaseException], None]
@@ -63,10 +64,27 @@ class ScaledAttempt:
     is_alone: bool = True
     is_scale_set: bool = False
     is_stepped: bool = False
+    is_over: bool = False
 
     def provisional(self) -> Verdict:
         """Returns what the host knows by itself (training thread, hot path)."""
         return judge(self, None, None, None)
+
+    def is_complete(self) -> bool:
+        """Returns whether the update came (writer thread).
+
+        Until then what is known is read, for the ring may go round while an update does not come.
+        """
+        if self.is_over:
+            return True
+        try:
+            for ticket in (self.scale_before, *(self.found_inf or ())):
+                if ticket is not None:
+                    ticket.read()
+        except Exception as error:  # noqa: BLE001 - what is known is told, and that a device failed
+            self.report(error)
+            return True
+        return False
 
     def amend(self, record: AttemptRecord) -> AttemptRecord:
         """Returns the record with what the device knew (writer thread)."""

@@ -7,6 +7,10 @@ wrapped them in the meantime, the wrapper stays below theirs and passes calls th
 
 A call is told once, however many classes override the method; the ``unscale_`` that a ``step`` makes is part
 of it, and an ``update`` inside a ``step`` is an update.
+
+Functions are wrapped, and `functools.partialmethod` of functions. Whatever else a subclass may have put in
+their place (a static or class method, any object that can be called) has no scaler as its first argument and
+stays as it is; where it calls its parent's method, that one tells.
 """
 
 import functools
@@ -14,7 +18,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib import import_module
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -121,7 +127,7 @@ class _Patches:
             return original(scaler, *args, **kwargs)
         if type(scaler) not in self._classes:
             self.wrap_new_classes()
-        subject = args[0] if args else kwargs.get(_METHODS[name])
+        subject = _subject(name, original, args, kwargs)
         begun = _begin(listeners, name, scaler, subject)
         self._inside.names = (*running, name)
         try:
@@ -138,8 +144,9 @@ class _Patches:
             self._classes.add(owner)
             for name in _METHODS:
                 original = vars(owner).get(name)
-                if original is not None:
-                    wrapper = _pass_through(name, original)
+                method = _as_function(original)
+                if original is not None and method is not None:
+                    wrapper = _pass_through(name, method)
                     self._originals[owner, name] = (original, wrapper)
                     setattr(owner, name, wrapper)
 
@@ -157,6 +164,34 @@ def stop_listening(listener: ScalerListener) -> None:
 def wrap_new_classes() -> None:
     """Wraps subclasses that were imported since; never waits (training thread, hot path)."""
     _PATCHES.wrap_new_classes()
+
+
+def _as_function(attribute: object) -> Callable[..., Any] | None:
+    """Returns what a class's attribute does as a function whose first argument is the scaler, or None."""
+    if isinstance(attribute, FunctionType):
+        return attribute
+    if isinstance(attribute, functools.partialmethod) and isinstance(attribute.func, FunctionType):
+        return _Partial(attribute)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    """A `functools.partialmethod` as a function of the scaler."""
+
+    method: Any
+
+    def __call__(self, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        return self.method.__get__(scaler, type(scaler))(*args, **kwargs)
+
+
+def _subject(
+    name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> object:
+    """Returns the first argument of a scaler's method, wherever it comes from."""
+    if isinstance(original, _Partial):
+        args, kwargs = (*original.method.args, *args), {**original.method.keywords, **kwargs}
+    return args[0] if args else kwargs.get(_METHODS[name])
 
 
 def _pass_through(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from torchinstruments.records import (
     StepProvenance,
 )
 
-__all__ = ["MAX_SPANS", "DeviceClock", "Phase", "Span", "Spans", "Step", "Window"]
+__all__ = ["MAX_SPANS", "DeviceClock", "Phase", "Prepared", "Span", "Spans", "Step", "Window"]
 
 MAX_SPANS = 4_096
 """Spans whose moments a window keeps; one with more has the host's times."""
@@ -109,6 +109,23 @@ class Step:
     inside: Sequence[Span] = ()
 
 
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """Gradients that a scaler has unscaled in a window for a step that may come.
+
+    Attributes:
+        key: Names the optimizer.
+        lr: Learning rate of the first group, where it is known.
+        amendment: Brings what only the device knows of it.
+        is_over: Whether the step came, or the window was told of as one in which it did not.
+    """
+
+    key: int
+    lr: float | None
+    amendment: Amendment
+    is_over: bool = False
+
+
 @dataclass(slots=True)
 class Window:
     """An attempt that is open.
@@ -131,6 +148,7 @@ class Window:
         steps: Its steps, in the order of their ends.
         num_told: Steps of which the records were taken.
         stepped_s: When its last step was over; None before the first.
+        prepared: Steps that are awaited.
         end_s: When its last step, or what came after it, was over; None before the first step.
     """
 
@@ -152,6 +170,7 @@ class Window:
     steps: list[Step] = field(default_factory=list)
     num_told: int = 0
     stepped_s: float | None = None
+    prepared: list[Prepared] = field(default_factory=list)
     end_s: float | None = None
 
     def place(self, index: int, *, grad_enabled: bool, provenance: StepProvenance) -> Position:

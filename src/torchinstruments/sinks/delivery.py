@@ -17,6 +17,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,7 +54,11 @@ THREAD_NAME = "torchinstruments-writer"
 EXIT_TIMEOUT_S = 5.0
 """How long an interpreter that ends waits for what is still open."""
 
+PATIENCE_S = 20.0
+"""How long rows of ``steps`` wait for a scaler's update, so that they do not depend on the moment."""
+
 _SLEEP_S = 1.0
+_MAX_HELD = 4_096
 _MAX_MESSAGE_CHARACTERS = 500
 
 ErrorCallback = Callable[[str, BaseException], None]
@@ -83,9 +88,16 @@ class Delivery:
     Args:
         on_error: Told of every failure, as (probe, error), from the writer thread. What it raises is ignored.
         outbox: The queue, where other bounds than the default ones are wanted.
+        patience_s: How long attempts wait for what the host does not know yet of them; a flush or close waits
+            for none.
     """
 
-    def __init__(self, on_error: ErrorCallback | None = None, outbox: BoundedOutbox | None = None) -> None:
+    def __init__(
+        self,
+        on_error: ErrorCallback | None = None,
+        outbox: BoundedOutbox | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         self._outbox = BoundedOutbox() if outbox is None else outbox
         self._on_error = on_error
         self._requests: SimpleQueue[_Flush | _Close | None] = SimpleQueue()
@@ -109,6 +121,8 @@ class Delivery:
         self._lost_keeper = False
         self._pending_error: Exception | None = None
         self._yield = Yield()
+        self._patience_s = patience_s
+        self._held: deque[tuple[Attempts, float]] = deque()
         _LIVE.add(self)
 
     def put_sample(self, sample: DeferredSample) -> None:
@@ -291,6 +305,7 @@ class Delivery:
     def _serve(self, request: "_Flush | _Close | None") -> bool:
         """Does one round; returns whether it was the last one."""
         self._hand_over()
+        self._hand_over_held(everything=request is not None)
         if isinstance(request, _Close):
             self._everything_arrived = self._finish(request)
             return True
@@ -318,6 +333,7 @@ class Delivery:
                 f"waited were dropped, as those of further samples will be"
             ),
         )
+        self._hand_over_held(everything=True)
         for sink in self._sinks:
             if isinstance(sink, TelemetrySink):
                 self._call(sink, sink.flush)
@@ -371,9 +387,9 @@ class Delivery:
 
     def _hand_over_one(self, item: Item) -> None:
         if isinstance(item, Attempts):
-            records = tuple(self._resolve_attempt(attempt) for attempt in item.records)
-            for keeper in self._keepers:
-                self._call(keeper, keeper.attempts, records)
+            _are_complete(item)
+            self._held.append((item, time.monotonic() + self._patience_s))
+            self._hand_over_held(everything=False)
         elif isinstance(item, Fingerprints):
             self._hand_over_fingerprints(item.deferred)
         elif isinstance(item, Modules):
@@ -383,6 +399,18 @@ class Delivery:
             self._keep(item)
         else:
             self._hand_over_sample(item)
+
+    def _hand_over_held(self, *, everything: bool) -> None:
+        """Hands over the attempts that are complete, or waited for long enough, in their order."""
+        while self._held:
+            item, until_s = self._held[0]
+            is_due = everything or len(self._held) > _MAX_HELD or time.monotonic() >= until_s
+            if not is_due and not _are_complete(item):
+                return
+            self._held.popleft()
+            records = tuple(self._resolve_attempt(attempt) for attempt in item.records)
+            for keeper in self._keepers:
+                self._call(keeper, keeper.attempts, records)
 
     def _hand_over_sample(self, deferred: DeferredSample) -> None:
         try:
@@ -453,6 +481,12 @@ class Delivery:
                 keeper.error(record)
             except BaseException as error:  # noqa: BLE001 - a sink may be anybody's code
                 self.report("sink", error)
+
+
+def _are_complete(item: Attempts) -> bool:
+    """Returns whether all attempts are; each is asked, for one that is not keeps what is known so far."""
+    complete = [attempt.is_complete() for attempt in item.records]
+    return all(complete)
 
 
 def _num_rows(item: Item) -> int:

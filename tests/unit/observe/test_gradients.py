@@ -361,17 +361,24 @@ def test_a_parameter_that_a_layer_returns_keeps_no_hook(session: MemorySession) 
 def test_the_loss_scale_is_the_one_at_the_end_of_the_backward(session: MemorySession) -> None:
     """It is taken along as a number that later changes of the scaler do not touch."""
     scale = torch.tensor([1024.0])
+    asked_for: list[int | None] = []
 
     class Scaler:
-        def current_scale(self) -> tuple[torch.Tensor | None, ScaleProvenance]:
+        def current_scale(
+            self, forward_index: int | None = None
+        ) -> tuple[torch.Tensor | None, ScaleProvenance]:
+            asked_for.append(forward_index)
             return scale, ScaleProvenance.GRADSCALER
 
-        def scale_left(self, optimizer: Optimizer) -> tuple[torch.Tensor | float | None, ScaleProvenance]:
-            raise AssertionError(f"no step was expected, of {optimizer}")
+        def scale_left(
+            self, optimizer: Optimizer, forward_index: int
+        ) -> tuple[torch.Tensor | float | None, ScaleProvenance]:
+            raise AssertionError(f"no step was expected, of {optimizer} after forward {forward_index}")
 
     model = nn.Sequential(nn.Linear(2, 2))
     observe(model, session, scale=Scaler())
     (model(torch.ones(1, 2)).sum() * scale.item()).backward()
+    assert asked_for == [None, 0]
     scale.fill_(1.0)
     forward, backward = session.samples()
     assert (forward.loss_scale, forward.scale_provenance) == (None, ScaleProvenance.GRADSCALER)

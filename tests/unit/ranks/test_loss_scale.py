@@ -23,8 +23,8 @@ from torchinstruments.records import Evidence, GradSync, Outcome, ScaleProvenanc
 class _Training:
     """A one-weight model, its clock, and both watches."""
 
-    def __init__(self, declared: Any = UNSET):
-        self.model = nn.Linear(1, 1, bias=False)
+    def __init__(self, declared: Any = UNSET, model: Any = None):
+        self.model: Any = nn.Linear(1, 1, bias=False) if model is None else model
         self.errors = []
         self.clock = StepClock()
         self.optimizers = OptimizerWatch(self.clock, weakref.ref(self.model), on_error=self.report)
@@ -134,6 +134,134 @@ def test_of_several_scalers_the_one_that_steps_the_models_optimizer_is_its():
         training.step(mine, SGD(training.model.parameters(), lr=0.1))
         other.step(SGD(other_model.parameters(), lr=0.1))
         assert training.scalers.current_scale() == (mine._scale, ScaleProvenance.GRADSCALER)
+
+
+class _Halves:
+    """Two halves of one model, each with an optimizer, and the provenance and scale at each backward."""
+
+    def __init__(self):
+        halves = {name: nn.Linear(1, 1) for name in "ab"}
+        self.training = _Training(model=nn.ModuleDict(halves))
+        self.of = {name: SGD(half.parameters(), lr=0.1) for name, half in halves.items()}
+        self.told = []
+
+    def forward(self, name="a"):
+        clock = self.training.clock
+        index = clock.forward_started(grad_enabled=True, now_s=0.0, now_us=0).position.forward_index
+        loss = self.training.model[name](torch.ones(1, 1)).sum()
+        clock.forward_ended(0.0, GradSync.NOT_DISTRIBUTED)
+        return loss, index
+
+    def backward(self, loss, index, scaler=None):
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        scale, provenance = self.training.scalers.current_scale(index)
+        self.told.append(provenance.value if scale is None else scale.item())
+
+    def step(self, scaler=None, name="a"):
+        """Runs an attempt of one half, with or without a scaler."""
+        self.backward(*self.forward(name), scaler)
+        if scaler is None:
+            self.of[name].step()
+        else:
+            scaler.step(self.of[name])
+            scaler.update()
+
+
+def test_two_scalers_of_one_model_are_told_apart_by_who_scaled_since_the_forward():
+    """Each backward has the scale that its loss went through, from the first on."""
+    halves = _Halves()
+    with halves.training:
+        first, second = _scaler_of(), GradScaler("cpu", init_scale=8.0)
+        for _ in range(3):
+            halves.step(first, "a")
+            halves.step(second, "b")
+        assert halves.training.scalers.current_scale() == (None, ScaleProvenance.UNKNOWN)
+    assert halves.told == [1024.0, 8.0] * 3
+
+
+def test_two_scalers_that_scaled_since_one_forward_leave_its_scale_unknown():
+    """Through which of them the loss went, nothing tells."""
+    halves = _Halves()
+    with halves.training:
+        first, second = _scaler_of(), GradScaler("cpu", init_scale=8.0)
+        one, other = halves.forward("a"), halves.forward("b")
+        halves.backward(*one, first)
+        halves.backward(*other, second)
+        halves.backward(*halves.forward("b"), second)
+    assert halves.told == [1024.0, "unknown", 8.0]
+
+
+def test_a_scaler_that_replaces_another_counts_from_its_first_backward_on():
+    """Also while the old one lives."""
+    halves = _Halves()
+    with halves.training:
+        old = _scaler_of()
+        halves.step(old)
+        new = GradScaler("cpu", init_scale=16.0)
+        halves.step(new)
+        halves.step(new)
+        assert old is not new
+    assert halves.told == [1024.0, 16.0, 16.0]
+
+
+def test_an_optimizer_that_steps_without_the_scaler_beside_it_makes_the_scale_unknown():
+    """No backward is attributed any more; of the first ones none wrongly."""
+    halves = _Halves()
+    with halves.training:
+        scaler = _scaler_of()
+        for _ in range(2):
+            halves.step(scaler, "a")
+            halves.step(None, "b")
+    assert halves.told == [1024.0, "unknown", "unknown", "unknown"]
+
+
+def test_a_step_before_any_scaler_was_seen_makes_nothing_unknown():
+    """A warm-up without one."""
+    halves = _Halves()
+    with halves.training:
+        halves.step(None)
+        halves.step(_scaler_of())
+    assert halves.told == ["none_seen", 1024.0]
+
+
+def test_a_scaler_of_another_model_that_scaled_first_is_not_taken_for_this_ones():
+    """It scaled before the forward, and the optimizer then steps without it."""
+    halves, theirs, scaler = _Halves(), nn.Linear(1, 1), _scaler_of()
+    with halves.training:
+        scaler.scale(theirs(torch.ones(1, 1)).sum()).backward()
+        halves.step(None)
+        loss, index = halves.forward()
+        scaler.scale(theirs(torch.ones(1, 1)).sum()).backward()
+        halves.backward(loss, index)
+    assert halves.told == ["unknown"] * 2
+
+
+def test_a_backward_before_the_loss_was_scaled_has_no_known_scale():
+    """A penalty on gradients is computed from the loss as it is."""
+    halves = _Halves()
+    with halves.training:
+        scaler = _scaler_of()
+        halves.step(scaler)
+        halves.backward(*halves.forward())
+        halves.backward(*halves.forward(), scaler)
+    assert halves.told == [1024.0, "unknown", 1024.0]
+
+
+def test_a_scaler_whose_scaling_cannot_be_seen_counts_by_its_steps_where_it_is_the_only_one():
+    """A program compiled it, or multiplies with the scale itself."""
+    halves = _Halves()
+    with halves.training:
+        scaler = _scaler_of()
+        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        for _ in range(2):
+            loss, index = halves.forward()
+            halves.backward(scaler.get_scale() * loss, index)
+            scaler.step(halves.of["a"])
+            scaler.update()
+        other = _scaler_of()
+        other.scale(torch.ones(()))
+        halves.backward(*halves.forward())
+    assert halves.told == ["none_seen", 1024.0, "unknown"]
 
 
 def test_a_scaler_that_stepped_only_another_model_is_not_believed():
@@ -324,30 +452,87 @@ def test_what_fails_in_a_scaler_of_somebody_elses_reaches_the_errors_and_not_the
     assert training.close() == [(Outcome.APPLIED, Evidence.OPTIMIZER_HOOK, None)]
 
 
-def test_the_scale_that_is_left_follows_what_the_scaler_did():
-    """It is gone once the gradients are unscaled, and asking makes no entry."""
+class _Left:
+    """Asks at every step which factor is left in the gradients of a forward."""
+
+    def __init__(self, training, forward_index=0):
+        self.training, self.forward_index, self.told = training, forward_index, []
+
+    def _ask(self, optimizer):
+        left, provenance = self.training.scalers.scale_left(optimizer, self.forward_index)
+        self.told.append((float(left) if isinstance(left, torch.Tensor) else left, provenance))
+
+    def step_began(self, optimizer, *, has_closure):
+        assert not has_closure
+        self._ask(optimizer)
+
+    def step_ended(self, optimizer):
+        pass
+
+    def step_skipped(self, optimizer):
+        self._ask(optimizer)
+
+
+class _Holder:
+    """Holds an optimizer under a name of its own, and lends its attributes."""
+
+    def __init__(self, optimizer):
+        self.opt = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self.opt, name)
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, _Holder])
+def test_the_scale_that_is_left_follows_what_the_scaler_did(wrap):
+    """An ordinary optimizer finds its gradients unscaled, also where it is skipped and in a wrapper."""
     with _Training() as training:
+        left = training.optimizers.listener = _Left(training)
         optimizer = SGD(training.model.parameters(), lr=0.1)
-        assert training.scalers.scale_left(optimizer) == (None, ScaleProvenance.NONE_SEEN)
+        optimizer.step()
         scaler = _scaler_of()
+        training.step(scaler, wrap(optimizer))
+        training.step(scaler, wrap(optimizer), overflow=True)
+    assert left.told == [(None, ScaleProvenance.NONE_SEEN)] + [(1.0, ScaleProvenance.GRADSCALER)] * 2
+
+
+def test_a_fused_optimizer_divides_itself_unless_the_program_had_it_unscaled():
+    """Asking makes no entry."""
+    with _Training() as training:
+        left = training.optimizers.listener = _Left(training)
+        optimizer, scaler = AdamW(training.model.parameters(), fused=True), _scaler_of()
+        training.step(scaler, optimizer)
         scaler.scale(training.model(torch.ones(1, 1)).sum()).backward()
-        scale, provenance = training.scalers.scale_left(optimizer)
-        assert scale is scaler._scale
+        assert training.scalers.scale_left(optimizer, 0) == (None, ScaleProvenance.UNKNOWN)
         assert not scaler._per_optimizer_states
         scaler.unscale_(optimizer)
-        assert training.scalers.scale_left(optimizer) == (1.0, ScaleProvenance.GRADSCALER)
-        assert provenance is ScaleProvenance.GRADSCALER
+        scaler.step(optimizer)
+    assert left.told == [(1024.0, ScaleProvenance.GRADSCALER), (1.0, ScaleProvenance.GRADSCALER)]
 
 
-def test_the_scale_that_is_left_is_unknown_where_the_scaler_knows_others_alone():
-    """One of them may be this optimizer in a wrapper."""
+def test_the_scale_that_is_left_where_the_program_steps_itself():
+    """After unscale_ it is known; whether the program divided by itself, nothing tells."""
     with _Training() as training:
-        optimizer = SGD(training.model.parameters(), lr=0.1)
-        other = SGD(training.model.parameters(), lr=0.1)
-        scaler = _scaler_of()
-        scaler.scale(training.model(torch.ones(1, 1)).sum()).backward()
-        scaler.unscale_(other)
-        assert training.scalers.scale_left(optimizer) == (None, ScaleProvenance.UNKNOWN)
+        left = training.optimizers.listener = _Left(training)
+        optimizer, scaler = SGD(training.model.parameters(), lr=0.1), _scaler_of()
+        for unscales in (True, False):
+            scaler.scale(training.model(torch.ones(1, 1)).sum()).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            optimizer.step()
+    assert left.told == [(1.0, ScaleProvenance.GRADSCALER), (None, ScaleProvenance.UNKNOWN)]
+
+
+def test_the_scale_that_is_left_is_unknown_where_two_scalers_have_scaled_since_the_forward():
+    """The one that steps has divided by its own scale alone."""
+    with _Training() as training:
+        left = training.optimizers.listener = _Left(training)
+        optimizer, scaler, other = SGD(training.model.parameters(), lr=0.1), _scaler_of(), _scaler_of()
+        training.clock.forward_started(grad_enabled=True, now_s=0.0, now_us=0)
+        for one in (scaler, other):
+            one.scale(training.model(torch.ones(1, 1)).sum()).backward()
+        scaler.step(optimizer)
+    assert left.told == [(None, ScaleProvenance.UNKNOWN)]
 
 
 def test_a_listener_is_told_of_begun_ended_and_skipped_steps():

@@ -136,3 +136,29 @@ def test_a_device_that_fails_costs_its_numbers_and_not_the_row(monkeypatch: pyte
     attempt = ScaledAttempt(errors.append, ran=False, is_stepped=True, found_inf=(found,))
     assert attempt.amend(RECORD) == RECORD
     assert [str(error) for error in errors] == ["device-side assert triggered"]
+
+
+def test_an_attempt_is_complete_once_it_is_over_and_keeps_until_then_what_is_known() -> None:
+    """The ring may go round while the update does not come."""
+    ring = Ring(torch.zeros(()), num_slots=2)
+    attempt = _attempt(scale_before=ring.keep(torch.tensor(8.0)), found_inf=(ring.keep(torch.tensor(1.0)),))
+    assert not attempt.is_complete()
+    for _ in range(2):
+        ring.keep(torch.tensor(99.0))
+    attempt.is_over = True
+    assert attempt.is_complete()
+    amended = attempt.amend(RECORD)
+    assert (amended.scale_before, amended.found_inf) == (8.0, 1.0)
+
+
+def test_an_attempt_whose_device_fails_waits_for_nothing() -> None:
+    """It is told with what the host knows, and the failure is reported."""
+    told: list[BaseException] = []
+
+    class Failing:
+        def read(self) -> float | None:
+            raise RuntimeError("the device is lost")
+
+    failing: Any = Failing()
+    assert ScaledAttempt(told.append, scale_before=failing).is_complete()
+    assert [str(error) for error in told] == ["the device is lost"]

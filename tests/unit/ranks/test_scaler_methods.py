@@ -1,6 +1,7 @@
 """Wrapped scaler classes: what listeners are told, and what is left behind."""
 
 import copy
+import functools
 import pickle
 from typing import Any, Self
 
@@ -251,3 +252,104 @@ def test_a_compiled_program_is_left_alone() -> None:
         assert compiled(torch.ones(())).item() == 2.0
     assert listener.told == []
     assert listener.errors == []
+
+
+class _Static(GradScaler):
+    """Its methods have no scaler as their first argument, or belong to the class."""
+
+    @staticmethod
+    @override
+    def scale(outputs: Any) -> Any:  # pyrefly: ignore
+        return outputs * 2.0
+
+    @classmethod
+    @override
+    def unscale_(cls, optimizer: Any) -> Any:  # pyrefly: ignore
+        return optimizer
+
+    @staticmethod
+    @override
+    def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # pyrefly: ignore
+        return optimizer.step(*args, **kwargs)
+
+    @classmethod
+    @override
+    def update(cls, new_scale: Any = None) -> Any:  # pyrefly: ignore
+        return new_scale
+
+
+class _Callable:
+    """An object in the place of a method."""
+
+    def __call__(self, outputs: Any) -> Any:
+        return outputs * 3.0
+
+
+class _Odd(GradScaler):
+    scale: Any = _Callable()
+
+
+def test_methods_that_are_no_functions_stay_as_they_are() -> None:
+    """Called on a scaler and on the class they do what they do without a listener, and nobody is told."""
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    attributes = dict(vars(_Static)), dict(vars(_Odd))
+    with _Listener() as listener:
+        assert (dict(vars(_Static)), dict(vars(_Odd))) == attributes
+        for owner in (_Static, _Static("cpu", init_scale=8.0)):
+            loss: Any = owner.scale(model(torch.ones(1, 1)).sum())
+            loss.backward()
+            assert owner.unscale_(optimizer) is optimizer
+            assert owner.step(optimizer) is None
+            assert owner.update(3.0) == 3.0
+        assert _Odd("cpu").scale(torch.ones(())).item() == 3.0
+    assert listener.told == []
+    assert listener.errors == []
+
+
+class _Decorated(GradScaler):
+    """A static method that calls its parent's."""
+
+    @staticmethod
+    @override
+    def update(scaler: Any, new_scale: Any = None) -> None:  # pyrefly: ignore
+        GradScaler.update(scaler, new_scale)
+
+
+def test_a_static_method_that_calls_its_parents_is_told_by_that() -> None:
+    """The parent's method is a function."""
+    scaler = _Decorated("cpu", init_scale=2.0)
+    with _Listener() as listener:
+        scaler.scale(torch.ones(()))
+        scaler._per_optimizer_states[0]["found_inf_per_device"] = {"cpu": torch.zeros(())}
+        _Decorated.update(scaler, 4.0)
+    assert listener.told == ["scaled", "update begins", ("updated", True)]
+    assert scaler.get_scale() == 4.0
+
+
+class _Fixed(GradScaler):
+    """Sets its scale at each update, to a number that is bound in the class."""
+
+    update: Any = functools.partialmethod(GradScaler.update, 64.0)
+
+
+class _Named(GradScaler):
+    """The same by name."""
+
+    update: Any = functools.partialmethod(GradScaler.update, new_scale=64.0)
+
+
+@pytest.mark.parametrize("kind", [_Fixed, _Named])
+def test_a_partial_method_is_told_with_the_argument_that_is_bound_in_it(kind: type[GradScaler]) -> None:
+    """It is called through the scaler and through its class, and is there again afterwards."""
+    original = vars(kind)["update"]
+    scaler, model = kind("cpu", init_scale=2.0), nn.Linear(1, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with _Listener() as listener:
+        for update in (scaler.update, lambda: kind.update(scaler)):
+            scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+            scaler.step(optimizer)
+            update()
+            assert scaler.get_scale() == 64.0
+    assert listener.told == [*ALL[:-1], ("updated", True)] * 2
+    assert vars(kind)["update"] is original

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from typing_extensions import override
 
-from torchinstruments.records import Evidence, Outcome
+from torchinstruments.records import Evidence, Outcome, ScaleProvenance
 from unit.ranks.scaled_training import ScaledTraining, grad_scaler, overflows
 
 
@@ -258,6 +258,112 @@ def test_gradients_that_were_unscaled_and_never_stepped_are_an_abandoned_attempt
 
 
 @pytest.mark.parametrize("kind", BOTH)
+def test_a_program_that_steps_by_itself_after_unscaling_has_made_that_attempt(kind: str) -> None:
+    """One row a try: applied where it stepped, with findings and scales; abandoned where it did not."""
+    with ScaledTraining() as training:
+        optimizer = _optimizer(kind, training.model["a"].parameters())
+        scaler = grad_scaler(growth_interval=1)
+        for overflow in overflows(".x."):
+            optimizer.zero_grad()
+            training.backward(scaler, overflow=overflow)
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(training.model["a"].parameters(), 1.0)
+            with training.oracle(scaler, training.model["a"].parameters()):
+                if torch.isfinite(norm):
+                    optimizer.step()
+            scaler.update()
+            training.scales_after.append(scaler.get_scale())
+        records = training.records()
+    assert training.truth == [True, False, True]
+    assert [r.outcome for r in records] == [Outcome.APPLIED, Outcome.ABANDONED, Outcome.APPLIED]
+    assert [(r.attempt, r.optimizer_attempt, r.micro_batches) for r in records] == [
+        (index, index, 1) for index in range(3)
+    ]
+    assert [r.found_inf for r in records] == [0.0, 1.0, 0.0]
+    assert [r.scale_before for r in records] == training.scales == [1024, 2048, 1024]
+    assert [r.scale_after for r in records] == training.scales_after == [2048, 1024, 2048]
+
+
+@pytest.mark.parametrize("is_updated", [True, False])
+def test_gradients_that_a_block_unscaled_and_never_stepped_are_its_abandoned_attempt(
+    is_updated: bool,
+) -> None:
+    """Though the update comes after the block, or never; and nothing stepped between blocks."""
+    with ScaledTraining() as training:
+        optimizer, scaler = SGD(training.model["a"].parameters(), lr=0.1), grad_scaler()
+        records = []
+        for overflow in overflows("x."):
+            training.clock.boundary_entered(0.0, 0)
+            optimizer.zero_grad()
+            training.backward(scaler, overflow=overflow)
+            scaler.unscale_(optimizer)
+            (closed,) = training.clock.boundary_left(0.0)
+            assert not closed.is_complete()
+            if is_updated:
+                scaler.update()
+            else:
+                scaler._per_optimizer_states.clear()
+            records.append(closed)
+        training.detach()
+        assert [closed.is_complete() for closed in records] == [True, True]
+        told = [closed.resolve() for closed in records]
+    assert training.clock.num_steps_between_boundaries == 0
+    assert [(r.attempt, r.optimizer, r.optimizer_attempt) for r in told] == [(0, 0, 0), (1, 0, 1)]
+    assert [r.outcome for r in told] == [Outcome.ABANDONED] * 2
+    assert [r.found_inf for r in told] == [1.0, 0.0]
+    before = [1024.0, 512.0] if is_updated else [1024.0, 1024.0]
+    assert [r.scale_before for r in told] == before
+    assert [r.scale_after for r in told] == ([512.0, 512.0] if is_updated else [None, None])
+    assert [r.lr for r in told] == [0.1, 0.1]
+
+
+@pytest.mark.parametrize("by_scaler", [True, False])
+def test_a_step_after_the_block_that_unscaled_belongs_nowhere(by_scaler: bool) -> None:
+    """The block's row says that none came in it, and stays so."""
+    with ScaledTraining() as training:
+        optimizer, scaler = SGD(training.model["a"].parameters(), lr=0.1), grad_scaler()
+        training.clock.boundary_entered(0.0, 0)
+        training.backward(scaler)
+        scaler.unscale_(optimizer)
+        (closed,) = training.clock.boundary_left(0.0)
+        if by_scaler:
+            scaler.step(optimizer)
+        else:
+            optimizer.step()
+        scaler.update()
+        record = closed.resolve()
+    assert (record.outcome, record.found_inf, record.scale_after) == (Outcome.ABANDONED, 0.0, 1024.0)
+    assert training.clock.num_steps_between_boundaries == 1
+
+
+def test_a_row_waits_for_an_update_that_comes_after_the_next_forward() -> None:
+    """The window is over by then."""
+    with ScaledTraining() as training:
+        optimizer, scaler = SGD(training.model["a"].parameters(), lr=0.1), grad_scaler(growth_interval=1)
+        training.backward(scaler)
+        scaler.step(optimizer)
+        training.forward()
+        (closed,) = training._closed
+        assert not closed.is_complete()
+        scaler.update()
+        assert closed.is_complete()
+        assert closed.resolve().scale_after == 2048.0
+
+
+def test_a_program_that_steps_infinities_by_itself_has_applied_them() -> None:
+    """Nobody asked the scaler."""
+    with ScaledTraining() as training:
+        optimizer, scaler = AdamW(training.model["a"].parameters(), fused=True), grad_scaler()
+        training.backward(scaler, overflow=True)
+        scaler.unscale_(optimizer)
+        optimizer.step()
+        scaler.update()
+        (record,) = training.records()
+    assert (record.outcome, record.evidence) == (Outcome.APPLIED, Evidence.OPTIMIZER_HOOK)
+    assert (record.found_inf, record.scale_before, record.scale_after) == (1.0, 1024.0, 512.0)
+
+
+@pytest.mark.parametrize("kind", BOTH)
 def test_a_program_that_skips_step_and_update_goes_on_in_the_same_attempt(kind: str) -> None:
     """Torch keeps the findings until an update, and so does the ledger."""
     with ScaledTraining() as training:
@@ -392,6 +498,68 @@ def test_a_wrapper_that_steps_the_inner_optimizer_with_a_patched_method(kind: st
         training.judged()
 
 
+class _Leading(Optimizer):
+    """An Optimizer whose step has the scaler step another one, or several."""
+
+    def __init__(self, scaler: GradScaler, *led: Optimizer) -> None:
+        self.scaler, self.led = scaler, led
+        super().__init__([group for one in led for group in one.param_groups], {"lr": 0.5})
+
+    @override
+    def step(self, closure: Any = None) -> None:  # pyrefly: ignore
+        for one in self.led:
+            self.scaler.step(one)
+        self.scaler.update()
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_step_that_has_the_scaler_step_another_optimizer_is_judged_by_that(kind: str) -> None:
+    """Its own hook tells only that it returned."""
+    with ScaledTraining() as training:
+        scaler = grad_scaler()
+        outer = _Leading(scaler, _optimizer(kind, training.model["a"].parameters()))
+        for overflow in overflows(".x."):
+            outer.zero_grad()
+            training.backward(scaler, overflow=overflow)
+            with training.oracle(scaler, training.model["a"].parameters()):
+                outer.step()
+        records = training.judged()
+    assert [r.evidence for r in records] == [Evidence.FOUND_INF] * 3
+    assert [r.found_inf for r in records] == [0.0, 1.0, 0.0]
+    assert [r.scale_after for r in records] == [1024.0, 512.0, 512.0]
+    assert [(r.optimizer, r.optimizer_attempt) for r in records] == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_a_step_that_has_the_scaler_step_several_others_is_unknown() -> None:
+    """One of them may be skipped and the other not."""
+    with ScaledTraining() as training:
+        scaler = grad_scaler()
+        halves = [SGD(training.model[half].parameters(), lr=0.1) for half in "ab"]
+        scaler.scale(training.forward("a", overflow=True) + training.forward("b")).backward()
+        _Leading(scaler, *halves).step()
+        (record,) = training.records()
+    assert (record.outcome, record.evidence, record.found_inf) == (Outcome.UNKNOWN, Evidence.NONE, None)
+
+
+@pytest.mark.parametrize("led", [False, True])
+def test_a_step_led_by_the_scaler_or_after_unscaling_is_none_without_it(led: bool) -> None:
+    """The loss scale stays known."""
+    with ScaledTraining() as training:
+        scaler = grad_scaler()
+        optimizer = SGD(training.model["a"].parameters(), lr=0.1)
+        outer: Any = _Leading(scaler, optimizer) if led else optimizer
+        for index in range(3):
+            training.backward(scaler)
+            if led:
+                outer.step()
+            else:
+                scaler.unscale_(optimizer)
+                optimizer.step()
+                scaler.update()
+            scale, provenance = training.scalers.current_scale(index)
+            assert (scale, provenance) == (scaler._scale, ScaleProvenance.GRADSCALER)
+
+
 class _Holder:
     """No Optimizer, but it holds one and lends its attributes."""
 
@@ -400,6 +568,37 @@ class _Holder:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
+
+
+class _Unusual:
+    """The same, under names that nobody would look for."""
+
+    def __init__(self, optimizer: object, other: object = None) -> None:
+        self.opt = optimizer
+        self.other = other
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.opt, name)
+
+
+def test_a_wrapper_of_several_optimizers_leaves_the_scaler_this_models() -> None:
+    """It steps one of them, which is this model's."""
+    with ScaledTraining() as training:
+        one, other = (SGD(training.model[half].parameters(), lr=0.1) for half in "ab")
+        scaler = grad_scaler()
+        for index in range(2):
+            training.step(scaler, _Unusual(one, other))
+            scale, provenance = training.scalers.current_scale(index)
+            assert (scale, provenance) == (scaler._scale, ScaleProvenance.GRADSCALER)
+
+
+def test_a_wrapper_with_the_optimizer_under_an_unusual_name_is_resolved_too() -> None:
+    """Skips have rows, and attempts do not merge."""
+    with ScaledTraining() as training:
+        stepped, scaler = _Unusual(SGD(training.model["a"].parameters(), lr=0.1)), grad_scaler()
+        for overflow in overflows("x.x"):
+            training.step(scaler, stepped, overflow=overflow)
+        assert [(r.attempt, r.found_inf) for r in training.judged()] == [(0, 1.0), (1, 0.0), (2, 1.0)]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

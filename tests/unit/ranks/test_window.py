@@ -48,6 +48,9 @@ def test_a_window_has_a_record_a_step_once():
 class _Unchanged:
     """Brings nothing."""
 
+    def is_complete(self) -> bool:
+        return True
+
     def amend(self, record: AttemptRecord) -> AttemptRecord:
         return record
 

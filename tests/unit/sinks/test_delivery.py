@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from typing_extensions import override
@@ -179,6 +179,78 @@ def test_a_delivery_waits_for_its_run_and_then_hands_over_in_order() -> None:
         ("observe", 1, THREAD_NAME),
         ("finish", True),
     ]
+
+
+@dataclass
+class Late:
+    """An amendment that becomes complete, and says when it is asked."""
+
+    complete: bool = False
+    asked: threading.Event = field(default_factory=threading.Event)
+
+    def is_complete(self) -> bool:
+        """Returns what the test says."""
+        self.asked.set()
+        return self.complete
+
+    def amend(self, record: AttemptRecord) -> AttemptRecord:
+        """Returns the record with whether it came too early."""
+        return replace(record, scale_after=2.0 if self.complete else None)
+
+
+class AttemptSink(KeepingSink):
+    """Keeps the scales of the attempts, and says when some came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales: list[tuple[int, float | None]] = []
+        self.came = threading.Event()
+
+    @override
+    def attempts(self, records: Sequence[AttemptRecord]) -> None:
+        """Keeps them."""
+        self.scales += [(record.attempt, record.scale_after) for record in records]
+        self.came.set()
+
+
+def test_an_attempt_waits_until_it_is_complete_and_those_behind_it_wait_too() -> None:
+    """So that a row says the same whenever the writer looked, and rows come in their order."""
+    sink, late = AttemptSink(), Late()
+    behind = Late(complete=True)
+    delivery = Delivery(patience_s=WAIT_S)
+    delivery.start(run_record(), [sink])
+    delivery.put_attempts([ClosedAttempt(attempt(0), (late,))])
+    delivery.put_attempts([ClosedAttempt(attempt(1), (behind,))])
+    assert behind.asked.wait(WAIT_S)
+    assert late.asked.is_set()
+    assert sink.scales == []
+    late.complete = True
+    assert sink.came.wait(WAIT_S)
+    assert delivery.close(WAIT_S)
+    assert sink.scales == [(0, 2.0), (1, 2.0)]
+
+
+def test_an_attempt_that_never_becomes_complete_is_handed_over_after_its_patience() -> None:
+    """With what is known of it."""
+    sink, late = AttemptSink(), Late()
+    delivery = Delivery(patience_s=0.0)
+    delivery.start(run_record(), [sink])
+    delivery.put_attempts([ClosedAttempt(attempt(0), (late,))])
+    assert sink.came.wait(WAIT_S)
+    assert sink.scales == [(0, None)]
+    assert delivery.close(WAIT_S)
+
+
+@pytest.mark.parametrize("ends", [Delivery.flush, Delivery.close])
+def test_a_flush_and_a_close_wait_for_no_attempt(ends: Callable[[Delivery, float], bool]) -> None:
+    """Both answer for everything that was put before."""
+    sink = AttemptSink()
+    delivery = Delivery(patience_s=WAIT_S)
+    delivery.start(run_record(), [sink])
+    delivery.put_attempts([ClosedAttempt(attempt(0), (Late(),))])
+    assert ends(delivery, WAIT_S)
+    assert sink.scales == [(0, None)]
+    assert delivery.close(WAIT_S)
 
 
 def test_sinks_take_each_sample_in_the_order_they_were_given() -> None:
