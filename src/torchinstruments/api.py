@@ -189,7 +189,7 @@ def inject_observer(
         destination=destination,
         plan=RunPlan(
             sampling=describe(chosen_sampler),
-            signals=tuple(signal.value for signal in chosen_signals),
+            signals=tuple([signal.value for signal in chosen_signals]),
             statistics=metric_names(chosen_reducers),
             history={"buffer_rows": history.buffer_rows, "window": history.window},
             policy=policy,
@@ -387,7 +387,7 @@ def _refuse_beside_directory(
 def _signals(signals: object) -> tuple[Signal, ...]:
     """Returns the signals that were asked for, each once, in the order of `Signal`."""
     if isinstance(signals, Unset):
-        return tuple(signal for signal in Signal if signal in DEFAULT_SIGNALS)
+        return tuple([signal for signal in Signal if signal in DEFAULT_SIGNALS])
     allowed = ", ".join(repr(signal.value) for signal in Signal)
     if isinstance(signals, str) or not isinstance(signals, Collection):
         raise ConfigurationError(
@@ -402,7 +402,7 @@ def _signals(signals: object) -> tuple[Signal, ...]:
         raise ConfigurationError(
             f"signals={signals!r} is empty, so that nothing would be measured; give any of {allowed}"
         )
-    return tuple(signal for signal in Signal if signal in signals)
+    return tuple([signal for signal in Signal if signal in signals])
 
 
 def _histograms(histograms: object) -> tuple[HistogramReducer, ...]:
@@ -456,7 +456,7 @@ def _optimizers(optimizer: object) -> tuple[Optimizer, ...] | None:
             f"optimizer={optimizer!r} is no torch.optim.Optimizer; give one, or a sequence of them, or leave "
             f"it out to count the steps of every optimizer of the model"
         )
-    return tuple(one for one in found if one is not None)
+    return tuple([one for one in found if one is not None])
 
 
 def _error_policy(value: object) -> ErrorPolicy:

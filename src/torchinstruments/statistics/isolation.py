@@ -52,7 +52,7 @@ class isolated(AbstractContextManager[None]):  # noqa: N801 - reads as the verb 
         self._grad_enabled = torch.is_grad_enabled()
         if self._grad_enabled:
             _set_grad_enabled(False)  # noqa: FBT003
-        self._autocast = tuple(kind for kind in self._device_types if torch.is_autocast_enabled(kind))
+        self._autocast = tuple([kind for kind in self._device_types if torch.is_autocast_enabled(kind)])
         for kind in self._autocast:
             torch.set_autocast_enabled(kind, False)  # noqa: FBT003
 
