@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from torch import nn
 from torchinstruments.config import ErrorPolicy
 from torchinstruments.errors import ConfigurationError, ObserverAlreadyAttachedError
 from torchinstruments.observe.observer import InertObserver, Observer, observer_of
+from torchinstruments.observe.step_block import StepBlock
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.optimizers import OptimizerWatch
 from torchinstruments.records import Counters, Evidence, Outcome, StepProvenance
@@ -235,6 +238,63 @@ def test_a_block_inside_another_one_is_ignored_and_told_once(session: MemorySess
         marked.nested_blocks()
     assert len(caught) == 1
     assert [(a.attempt, a.global_step, a.micro_batches) for a in session.attempts] == [(0, 0, 2), (1, 1, 2)]
+
+
+def test_a_block_object_may_be_entered_inside_itself_and_again(session: MemorySession) -> None:
+    """The outermost entrance is the attempt; what comes after it is grouped as without blocks."""
+    marked = Marked(session)
+    block = marked.observer.step(5)
+
+    def train() -> None:
+        for _ in range(2):
+            with block:
+                with block:
+                    marked.micro_step(step=False)
+                marked.micro_step()
+
+    with pytest.warns(RuntimeWarning, match="inside another one") as caught:
+        train()
+    assert len(caught) == 1
+    for _ in range(2):
+        marked.micro_step()
+    marked.observer.close()
+    assert [(a.attempt, a.global_step, a.micro_batches, a.evidence) for a in session.attempts] == [
+        (0, 5, 2, Evidence.OPTIMIZER_HOOK),
+        (1, 5, 2, Evidence.OPTIMIZER_HOOK),
+        (2, None, 1, Evidence.OPTIMIZER_HOOK),
+        (3, None, 1, Evidence.OPTIMIZER_HOOK),
+    ]
+
+
+def test_a_block_that_is_left_elsewhere_is_over(session: MemorySession) -> None:
+    """By another thread, after one that was entered later, by a generator's end, and once too often."""
+    marked = Marked(session)
+    blocks = [marked.observer.step(number) for number in range(3)]
+
+    def leave(block: StepBlock) -> None:
+        block.__exit__(None, None, None)
+
+    def generator() -> Iterator[None]:
+        with blocks[2]:
+            marked.micro_step()
+            yield
+
+    blocks[0].__enter__()
+    with pytest.warns(RuntimeWarning, match="inside another one"):
+        blocks[1].__enter__()
+    marked.micro_step()
+    thread = threading.Thread(target=leave, args=(blocks[0],))
+    thread.start()
+    thread.join()
+    assert [a.global_step for a in session.attempts] == [0]
+    leave(blocks[1])
+    leave(blocks[1])
+    running = generator()
+    next(running)
+    running.close()
+    marked.micro_step()
+    marked.observer.close()
+    assert [(a.global_step, a.micro_batches) for a in session.attempts] == [(0, 1), (2, 1), (None, 1)]
 
 
 def test_steps_beyond_a_block_are_told_at_the_end(session: MemorySession) -> None:
