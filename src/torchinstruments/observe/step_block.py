@@ -61,8 +61,9 @@ def checked_number(probe: RootProbe, name: str, value: object, lowest: int, high
     """
     if value is None or (type(value) is int and lowest <= value <= highest):
         return value
-    if isinstance(value, Integral) and not isinstance(value, bool) and lowest <= int(value) <= highest:
-        return int(value)
+    number = _integer(value)
+    if number is not None and lowest <= number <= highest:
+        return number
     if isinstance(value, torch.Tensor):
         # Its entries are not read, not even for the message: they may lie on a device.
         shown, way_out = f"of type {type(value).__name__}", "; reading a tensor would wait for its device"
@@ -76,6 +77,14 @@ def checked_number(probe: RootProbe, name: str, value: object, lowest: int, high
         raise ConfigurationError(sentence)
     probe.notice_of_step(name, f"{sentence}; it is left out, and so are further ones")
     return None
+
+
+def _integer(value: object) -> int | None:
+    """Returns what an integer of any kind is, or None where it is none, whatever its own methods do."""
+    try:
+        return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    except Exception:  # noqa: BLE001 - a number that cannot be read is one that is refused
+        return None
 
 
 def _short(value: object) -> str:

@@ -3,7 +3,7 @@
 import copy
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
@@ -274,7 +274,7 @@ def test_a_block_that_is_left_elsewhere_is_over(session: MemorySession) -> None:
     def leave(block: StepBlock) -> None:
         block.__exit__(None, None, None)
 
-    def generator() -> Iterator[None]:
+    def generator() -> Generator[None]:
         with blocks[2]:
             marked.micro_step()
             yield
@@ -322,6 +322,16 @@ def test_several_steps_with_forwards_between_them_in_a_block_are_no_bypass(sessi
     assert session.errors == []
 
 
+class Odd(int):
+    """A number that raises whatever is asked of it."""
+
+    def _raise(self, *_: object) -> Any:
+        raise ArithmeticError("odd")
+
+    __int__ = __index__ = __le__ = __lt__ = __ge__ = __gt__ = __eq__ = __bool__ = _raise
+    __hash__ = __repr__ = __str__ = _raise
+
+
 UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"global_step": -1}, r"step\(global_step=...\) was given -1"),
     ({"global_step": True}, r"was given True"),
@@ -330,6 +340,8 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"global_step": torch.tensor(3)}, r"of type Tensor.*reading a tensor would wait for its device"),
     ({"micro_batches": 0}, r"step\(micro_batches=...\) was given 0, .* from 1 to"),
     ({"micro_batches": "4"}, r"was given '4'"),
+    ({"global_step": Odd(3)}, r"was given of type Odd"),
+    ({"micro_batches": Odd(3)}, r"was given of type Odd"),
 ]
 
 
