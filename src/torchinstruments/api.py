@@ -4,15 +4,12 @@ What is here checks arguments and puts the rooms together; nothing is measured, 
 """
 
 import itertools
-import math
 import os
-import re
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -20,29 +17,37 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from torchinstruments import environment
-from torchinstruments.config import (
-    UNSET,
-    CompiledMode,
-    ErrorPolicy,
-    HistoryConfig,
-    RankPolicy,
-    Unset,
+from torchinstruments.arguments import (
+    DEFAULT_OUTPUT_DIR,
+    check_flag,
+    check_model,
+    check_text,
+    compiled_mode_of,
+    declared_scale_of,
+    destination_of,
+    error_policy_of,
+    histograms_of,
+    history_of,
+    optimizers_of,
+    policy_of,
+    reducers_of,
+    refuse_beside_directory,
+    sampler_of,
+    signals_of,
+    sinks_of,
 )
-from torchinstruments.enrolment import Destination, RunPlan
-from torchinstruments.errors import ConfigurationError
+from torchinstruments.config import UNSET, CompiledMode, ErrorPolicy, HistoryConfig, RankPolicy, Unset
+from torchinstruments.enrolment import RunPlan
 from torchinstruments.observe.aligned import AlignedSampler
 from torchinstruments.observe.applied import StepRelay
 from torchinstruments.observe.compiled import NOTHING_COMPILED, compiled_parts
 from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.focus import select_focus
-from torchinstruments.observe.observation import DEFAULT_SIGNALS
 from torchinstruments.observe.observer import InertObserver, Observer, observer_of, refuse_second
 from torchinstruments.observe.probe import RootProbe, refuse_scripted
 from torchinstruments.observe.sampling import (
     SamplingPolicy,
     TimedSampler,
-    describe,
-    validate_sampler,
 )
 from torchinstruments.observe.selection import Layer, Selector, leaf_modules, select_layers
 from torchinstruments.observe.stance import Forcing, is_agreed, refuse_disagreement
@@ -51,23 +56,17 @@ from torchinstruments.ranks.device_times import device_times
 from torchinstruments.ranks.identity import discover, new_process_id
 from torchinstruments.ranks.loss_scale import DeclaredScale, ScalerWatch
 from torchinstruments.ranks.mesh import MeshPlace, mesh_place
-from torchinstruments.ranks.optimizers import OptimizerWatch, unwrapped
-from torchinstruments.ranks.policy import Policy, parse_policy
+from torchinstruments.ranks.optimizers import OptimizerWatch
+from torchinstruments.ranks.policy import Policy
 from torchinstruments.records import Identity, Signal
 from torchinstruments.session import RunSession
-from torchinstruments.sinks.composite import split_sinks
 from torchinstruments.sinks.sink import Sink
-from torchinstruments.statistics.histograms import HistogramReducer, histogram
-from torchinstruments.statistics.reducers import Reducer, default_reducers, metric_names, validate_reducers
-from torchinstruments.store.layout import safe_run_id
-from torchinstruments.store.urls import check_url, is_remote, redact
+from torchinstruments.statistics.histograms import HistogramReducer
+from torchinstruments.statistics.reducers import Reducer
 
 __all__ = ["has_observer", "inject_observer", "remove_observer"]
 
-DEFAULT_OUTPUT_DIR = "stats"
-
 _channels = itertools.count()
-_PLACEHOLDER = re.compile(r"\{[^{}/]*\}")
 
 
 def inject_observer(
@@ -150,45 +149,37 @@ def inject_observer(
         StorageDeniedError: The store denies access; on all ranks alike.
         StorageNotFoundError: The bucket does not exist; on all ranks alike.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError(
-            f"model={model!r} is no torch.nn.Module; give the model that the training loop calls"
-        )
-    directory, others = split_sinks(sink)
+    check_model(model)
+    directory, others = sinks_of(sink)
     if directory is not None:
-        _refuse_beside_directory(output_dir, storage_options, run_id, history_config)
+        refuse_beside_directory(output_dir, storage_options, run_id, history_config)
         output_dir, storage_options, run_id = (
             directory.output_dir,
             directory.storage_options,
             directory.run_id,
         )
         history_config = directory.history_config
-    destination = _destination(
+    destination = destination_of(
         DEFAULT_OUTPUT_DIR if isinstance(output_dir, Unset) else output_dir, storage_options, run_id
     )
-    chosen_sampler = _sampler(interval, sampler)
-    chosen_reducers = default_reducers() if isinstance(reducers, Unset) else validate_reducers(reducers)
-    chosen_histograms = _histograms(histograms)
-    history = HistoryConfig() if isinstance(history_config, Unset) else history_config
-    if not isinstance(history, HistoryConfig):
-        raise ConfigurationError(
-            f"history_config={history!r} is not possible; give a HistoryConfig(buffer_rows=..., window=...)"
-        )
-    policy = parse_policy(rank_policy)
-    errors = _error_policy(error_policy)
-    chosen_optimizers = _optimizers(optimizer)
-    if not isinstance(capture_direct_forwards, bool):
-        raise ConfigurationError(
-            f"capture_direct_forwards={capture_direct_forwards!r} is not possible; give True or False"
-        )
-    chosen_signals = _signals(signals)
-    mode = _compiled_mode(compiled)
+    chosen_sampler, sampling = sampler_of(interval, sampler)
+    chosen_reducers, statistics = reducers_of(reducers)
+    chosen_histograms = histograms_of(histograms)
+    history = history_of(history_config)
+    policy = policy_of(rank_policy)
+    errors = error_policy_of(error_policy)
+    chosen_optimizers = optimizers_of(optimizer)
+    check_flag("capture_direct_forwards", capture_direct_forwards)
+    chosen_signals = signals_of(signals)
+    mode = compiled_mode_of(compiled)
     if mode is CompiledMode.FORCE_EAGER:
         identity = discover("", "")
         refuse_disagreement(policy, chosen_sampler, 1 if identity is None else identity.world_size)
-    declared_scale = _declared_scale(scaler)
-    if not isinstance(fingerprints, bool):
-        raise ConfigurationError(f"fingerprints={fingerprints!r} is not possible; give True or False")
+    declared_scale = declared_scale_of(scaler)
+    check_flag("fingerprints", fingerprints)
+    check_text("selector", selector)
+    check_text("histogram_selector", histogram_selector)
+    check_text("max_histogram_modules", max_histogram_modules)
     refuse_second(model)
     # Before anything is claimed: a corrected try shall find the folder as it was.
     refuse_scripted(model)
@@ -209,9 +200,9 @@ def inject_observer(
         device=_device_of(model),
         destination=destination,
         plan=RunPlan(
-            sampling=describe(chosen_sampler),
-            signals=tuple(signal.value for signal in chosen_signals),
-            statistics=metric_names(chosen_reducers),
+            sampling=sampling,
+            signals=tuple([signal.value for signal in chosen_signals]),
+            statistics=statistics,
             history={"buffer_rows": history.buffer_rows, "window": history.window},
             policy=policy,
         ),
@@ -352,89 +343,6 @@ def _abandon(session: RunSession, clock: StepClock, now: Callable[[], float]) ->
     session.abandon()
 
 
-def _destination(
-    output_dir: object, storage_options: Mapping[str, object] | None, run_id: object
-) -> Destination:
-    if not isinstance(output_dir, (str, os.PathLike)) or not str(output_dir).strip():
-        raise ConfigurationError(
-            f"output_dir={output_dir!r} is no folder; give a path such as 'stats', or a URL such as "
-            f"'s3://bucket/run'"
-        )
-    url = output_dir if isinstance(output_dir, str) else os.fspath(Path(output_dir))
-    check_url(url)
-    unknown = next((name for name in _PLACEHOLDER.findall(url) if name != "{run_id}"), None)
-    if unknown is not None:
-        raise ConfigurationError(
-            f"output_dir={redact(url)!r} has the placeholder {unknown}, which stands for nothing; {{run_id}} "
-            f"is the only one, so write the name itself, without braces"
-        )
-    if storage_options is not None and not isinstance(storage_options, Mapping):
-        raise ConfigurationError(
-            f"storage_options of type {type(storage_options).__name__} is not possible; give a dict in "
-            f"fsspec's dialect, such as {{'key': ..., 'secret': ...}}"
-        )
-    if storage_options and not is_remote(url):
-        raise ConfigurationError(
-            f"storage_options was given, but output_dir={url!r} is a local folder, which takes none; leave "
-            f"storage_options out, or give a URL"
-        )
-    if run_id is None:
-        return Destination(url, storage_options, None)
-    if not isinstance(run_id, str):
-        raise ConfigurationError(f"run_id={run_id!r} is no text; give a name such as 'run-7'")
-    try:
-        return Destination(url, storage_options, safe_run_id(run_id))
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from None
-
-
-def _refuse_beside_directory(
-    output_dir: object, storage_options: object, run_id: object, history_config: object
-) -> None:
-    """Refuses arguments that a `DirectorySink` has too, whatever their values."""
-    given = {
-        "output_dir": not isinstance(output_dir, Unset),
-        "storage_options": storage_options is not None,
-        "run_id": run_id is not None,
-        "history_config": not isinstance(history_config, Unset),
-    }
-    for name, is_given in given.items():
-        if is_given:
-            raise ConfigurationError(
-                f"{name} and a DirectorySink conflict, since the DirectorySink has its own {name}; give "
-                f"{name} to the DirectorySink alone, or leave the DirectorySink out"
-            )
-
-
-def _signals(signals: object) -> tuple[Signal, ...]:
-    """Returns the signals that were asked for, each once, in the order of `Signal`."""
-    if isinstance(signals, Unset):
-        return tuple(signal for signal in Signal if signal in DEFAULT_SIGNALS)
-    allowed = ", ".join(repr(signal.value) for signal in Signal)
-    if isinstance(signals, str) or not isinstance(signals, Collection):
-        raise ConfigurationError(
-            f"signals={signals!r} is no collection of names; give a tuple such as "
-            f"('output', 'output_gradient'), with any of {allowed}"
-        )
-    known = {signal.value: signal for signal in Signal}
-    for one in signals:
-        if not isinstance(one, str) or one not in known:
-            raise ConfigurationError(f"signals has {one!r}, which is not possible; give any of {allowed}")
-    if not signals:
-        raise ConfigurationError(
-            f"signals={signals!r} is empty, so that nothing would be measured; give any of {allowed}"
-        )
-    return tuple(signal for signal in Signal if signal in signals)
-
-
-def _compiled_mode(compiled: object) -> CompiledMode:
-    try:
-        return CompiledMode(str(compiled))
-    except ValueError:
-        allowed = ", ".join(repr(mode.value) for mode in CompiledMode)
-        raise ConfigurationError(f"compiled={compiled!r} is not known; give one of {allowed}") from None
-
-
 def _forcing(mode: CompiledMode, policy: Policy, sampler: SamplingPolicy, faults: Faults) -> Forcing | None:
     """Returns what forces sampled forwards, where that was asked for.
 
@@ -443,68 +351,6 @@ def _forcing(mode: CompiledMode, policy: Policy, sampler: SamplingPolicy, faults
     if mode is not CompiledMode.FORCE_EAGER:
         return None
     return Forcing(faults, agreed=is_agreed(policy, sampler, world_size=2))
-
-
-def _histograms(histograms: object) -> tuple[HistogramReducer, ...]:
-    if isinstance(histograms, Unset):
-        return (histogram(),)
-    if not isinstance(histograms, Sequence) or not all(
-        isinstance(one, HistogramReducer) for one in histograms
-    ):
-        raise ConfigurationError(
-            f"histograms={histograms!r} is not possible; give a tuple of histogram(...), or () for none"
-        )
-    names = [one.name for one in histograms]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigurationError(f"histograms has the name {twice!r} twice; give each its own name=")
-    return tuple(histograms)
-
-
-def _declared_scale(scaler: object) -> DeclaredScale:
-    if scaler is None or isinstance(scaler, (Unset, GradScaler)):
-        return scaler
-    if isinstance(scaler, (int, float)) and not isinstance(scaler, bool):
-        number = float(scaler)
-        if math.isfinite(number) and number > 0:
-            return number
-    raise ConfigurationError(
-        f"scaler={scaler!r} is not possible; give the torch.amp.GradScaler of the training loop, None where "
-        f"nothing scales the loss, a positive number that the loop multiplies it with, or leave it out"
-    )
-
-
-def _sampler(interval: timedelta | Unset, sampler: SamplingPolicy | None) -> SamplingPolicy:
-    if sampler is None:
-        return TimedSampler() if isinstance(interval, Unset) else TimedSampler(interval)
-    if not isinstance(interval, Unset):
-        raise ConfigurationError(
-            f"interval={interval!r} and sampler={sampler!r} conflict: a sampler decides alone; give one "
-            f"of the two"
-        )
-    return validate_sampler(sampler)
-
-
-def _optimizers(optimizer: object) -> tuple[Optimizer, ...] | None:
-    if isinstance(optimizer, Unset):
-        return None
-    # A wrapper may be a sequence too, but a sequence of optimizers holds none by a name.
-    given = optimizer if isinstance(optimizer, Sequence) else (optimizer,)
-    found = [unwrapped(one) for one in given]
-    if not found or None in found:
-        raise ConfigurationError(
-            f"optimizer={optimizer!r} is no torch.optim.Optimizer; give one, or a sequence of them, or leave "
-            f"it out to count the steps of every optimizer of the model"
-        )
-    return tuple(one for one in found if one is not None)
-
-
-def _error_policy(value: object) -> ErrorPolicy:
-    try:
-        return ErrorPolicy(str(value))
-    except ValueError:
-        allowed = ", ".join(repr(policy.value) for policy in ErrorPolicy)
-        raise ConfigurationError(f"error_policy={value!r} is not known; give one of {allowed}") from None
 
 
 def _device_of(model: nn.Module) -> str:

@@ -109,6 +109,37 @@ def _use_on_one_rank(folder: str) -> list[float]:
     return means
 
 
+class Sparing(nn.Module):
+    """Has a layer that a forward uses or leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(2, 1, bias=False)
+        self.trunk = nn.Linear(2, 1, bias=False)
+
+    @override
+    def forward(self, x: torch.Tensor, *, use: bool) -> torch.Tensor:
+        """Returns the trunk's output, with the other layer's where it is used."""
+        return self.trunk(x) + self.extra(x) if use else self.trunk(x)
+
+
+def _use_now_and_then(folder: str) -> list[float]:
+    """Returns the mean of the extra layer's gradient after each of four attempts; nothing clears it."""
+    model = DistributedDataParallel(Sparing(), find_unused_parameters=True)
+    _attach(model, folder)
+    means = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    # By all ranks, by none, by rank 0 alone, by none.
+    for ranks in ((0, 1), (), (0,), ()):
+        model(torch.ones(1, 2), use=dist.get_rank() in ranks).sum().backward()
+        optimizer.step()
+        gradient = model.module.extra.weight.grad
+        assert gradient is not None
+        means.append(gradient.double().mean().item())
+    remove_observer(model)
+    return means
+
+
 class Halves(nn.Module):
     """Two layers that share nothing, and two outputs."""
 
@@ -281,6 +312,19 @@ def test_a_layer_that_one_rank_uses_is_reduced_on_both(rank_pool, tmp_path: Path
     assert _by_rank(rows, "local_accumulated", "unavailable_reason") == [["no_gradient", ""], ["", ""]]
     assert _by_rank(rows, "reduced") == [[pytest.approx(extra), pytest.approx(trunk)]] * 2
     assert (local[0][1] + local[1][1]) / 2 == pytest.approx(trunk)
+
+
+def test_what_no_rank_used_was_not_reduced_though_an_old_gradient_stands(rank_pool, tmp_path: Path):
+    """What this rank alone did not use has the mean of all ranks, which DDP writes into it."""
+    means = rank_pool.run(_use_now_and_then, str(tmp_path))
+    rows = _rows(tmp_path).filter(pl.col("layer") == "extra")
+    assert means[0] == means[1]
+    used, _, alone, _ = means[0]
+    assert (used, alone) == (1.0, 1.5)
+    assert _by_rank(rows, "reduced") == [[used, None, alone, None]] * 2
+    assert _by_rank(rows, "reduced", "unavailable_reason") == [["", "no_gradient", "", "no_gradient"]] * 2
+    unused = [["", "no_gradient", "", "no_gradient"], ["", "no_gradient", "no_gradient", "no_gradient"]]
+    assert _by_rank(rows, "local_accumulated", "unavailable_reason") == unused
 
 
 def test_a_sharded_gradient_is_there_only_once_it_was_reduced(rank_pool, tmp_path: Path):

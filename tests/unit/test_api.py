@@ -1,6 +1,7 @@
 """Attach, detach and ask, in a world of one."""
 
 import gc
+import inspect
 import json
 import re
 import subprocess
@@ -12,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 import torch
@@ -102,6 +104,56 @@ def test_an_interval_and_a_sampler_conflict_even_where_the_interval_is_the_defau
         inject_observer(
             make_model(), output_dir=tmp_path, interval=timedelta(minutes=1), sampler=TimedSampler()
         )
+
+
+class Odd:
+    """An object that raises whatever is asked of it."""
+
+    def _raise(self, *_: object) -> Any:
+        raise ArithmeticError("odd")
+
+    __eq__ = __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __getattr__ = __hash__ = _raise
+    __repr__ = __str__ = __int__ = __float__ = __index__ = __fspath__ = _raise
+
+
+class OddList(list[object]):
+    """A sequence that cannot be read."""
+
+    __iter__ = __len__ = __bool__ = __repr__ = __getitem__ = Odd._raise
+
+
+ARGUMENTS = sorted(set(inspect.signature(inject_observer).parameters) - {"model"})
+
+
+@pytest.mark.parametrize("odd", [Odd(), OddList()], ids=["object", "list"])
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_that_cannot_be_read_is_named_and_claims_nothing(
+    tmp_path: Path, name: str, odd: object
+) -> None:
+    """What its own methods raise never surfaces by itself, and a corrected try finds the folder as it was."""
+    options: dict[str, Any] = {"output_dir": tmp_path / "run", name: odd}
+    with pytest.raises(ConfigurationError, match=name):
+        inject_observer(make_model(), **options)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("name", "value"), [("scaler", 10**400), ("scaler", -1), ("signals", np.array([7]))])
+def test_an_odd_value_is_refused_with_the_way_out(tmp_path: Path, name: str, value: object) -> None:
+    """A number that is no float, and an array, whose truth is no bool."""
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigurationError, match=rf"^{name}.*; give"):
+        inject_observer(make_model(), output_dir=tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_array_of_names_is_a_collection_of_signals(tmp_path: Path) -> None:
+    """Its truth value raises, and its entries are texts."""
+    model = make_model()
+    given: Any = np.array(["output", "input"])
+    inject_observer(model, output_dir=tmp_path / "run", sampler=AlwaysSampler(), signals=given)
+    train(model, 1)
+    remove_observer(model)
+    assert set(open_run(str(tmp_path / "run")).history().collect()["signal"]) == {"output", "input"}
 
 
 class Wrapper:

@@ -29,8 +29,10 @@ class Catalog:
     def records(self) -> tuple[ModuleRecord, ...]:
         """Returns the catalog as it is now (any thread)."""
         return tuple(
-            replace(record, execution_order=self._order.get(index), fired=self._fired[index])
-            for index, record in enumerate(self._records)
+            [
+                replace(record, execution_order=self._order.get(index), fired=self._fired[index])
+                for index, record in enumerate(self._records)
+            ]
         )
 
     def places(self) -> dict[str, int]:

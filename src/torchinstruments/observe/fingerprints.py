@@ -79,10 +79,18 @@ class Fingerprints:
             RuntimeError: A device did not bring its digests, and why.
         """
         return tuple(
-            FingerprintRecord(
-                self.attempt, row.tensor, row.kind, row.replica_key, row.shape, row.dtype, _read(row.digest)
-            )
-            for row in self.rows
+            [
+                FingerprintRecord(
+                    self.attempt,
+                    row.tensor,
+                    row.kind,
+                    row.replica_key,
+                    row.shape,
+                    row.dtype,
+                    _read(row.digest),
+                )
+                for row in self.rows
+            ]
         )
 
 

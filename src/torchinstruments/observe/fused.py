@@ -58,7 +58,7 @@ def fused_regions(root: nn.Module, layers: Sequence[Layer]) -> tuple[FusedRegion
             continue
         ids = frozenset(map(id, module.modules()))
         here = [layer for layer in layers if id(layer.watched) in ids and layer.takes_hooks]
-        inside = tuple(layer for layer in here if layer.watched is not module)
+        inside = tuple([layer for layer in here if layer.watched is not module])
         own = next((layer for layer in here if layer.watched is module and not layer.is_root), None)
         if inside or own is not None:
             regions.append(FusedRegion(module, inside, own, is_root=module is root))

@@ -61,6 +61,10 @@ _PROBE = "gradient"
 class BackwardListener(Protocol):
     """Who measures something else in the backwards of a sample: the gradients of its parameters."""
 
+    def backward_began(self, traversal: "Traversal") -> None:
+        """Takes that a backward has come to the first output of the sample (autograd thread, hot path)."""
+        ...
+
     def backward_ended(self, traversal: "Traversal") -> None:
         """Adds what there is once a backward is over (autograd thread, hot path)."""
         ...
@@ -356,6 +360,8 @@ class SampleGradients:
             if self.backward_sync is not None:
                 fresh.grad_sync = self.backward_sync.read()
             call_at_end_of_backward(fresh.engine_ended)
+            if self.listener is not None:
+                self.listener.backward_began(fresh)
         return traversal
 
 

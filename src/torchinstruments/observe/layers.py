@@ -40,7 +40,7 @@ class Structure:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._children = tuple((weakref.ref(module), _child_ids(module)) for module in root.modules())
+        self._children = tuple([(weakref.ref(module), _child_ids(module)) for module in root.modules()])
 
     def has_changed(self) -> bool:
         """Returns whether any module has other children than it had (training thread, hot path)."""
@@ -180,4 +180,4 @@ def _child_ids(module: nn.Module) -> tuple[int, ...]:
     """Returns the ids of a module's children, by place."""
     if isinstance(module, torch.jit.ScriptModule):
         return ()
-    return tuple(map(id, module._modules.values()))  # noqa: SLF001 - children() leaves out repeated ones
+    return (*map(id, module._modules.values()),)  # noqa: SLF001 - children() leaves out repeated ones

@@ -158,7 +158,7 @@ class Recipe:
         due = due_histograms(self.histograms, ordinal) if self.focus and self.wants_histograms() else ()
         return Part(
             ScalarBatch(self.reducers, on_error, histograms=due),
-            histograms=tuple(histogram.name for histogram in due),
+            histograms=tuple([histogram.name for histogram in due]),
             focus=self.focus if due else frozenset(),
         )
 
@@ -230,16 +230,20 @@ class Delivery:
             modules_fired=self.facts.modules_fired,
             settled=self.settled,
             measurements=tuple(
-                self._measurement(part.batch, observation)
-                for part in self.parts
-                for observation in part.observations
+                [
+                    self._measurement(part.batch, observation)
+                    for part in self.parts
+                    for observation in part.observations
+                ]
             ),
             histograms=tuple(
-                record
-                for part in self.parts
-                for observation in part.observations
-                if observation.has_histograms
-                for record in self._histograms(part, observation)
+                [
+                    record
+                    for part in self.parts
+                    for observation in part.observations
+                    if observation.has_histograms
+                    for record in self._histograms(part, observation)
+                ]
             ),
             at_step=self.at_step,
         )
@@ -247,7 +251,7 @@ class Delivery:
     def _histograms(self, part: Part, observation: Observation) -> Iterator[HistogramRecord]:
         """Yields the histograms of one observation, or why there are none."""
         if observation.index < 0:
-            measured = tuple(absent_histogram(name, observation.reason) for name in part.histograms)
+            measured = tuple([absent_histogram(name, observation.reason) for name in part.histograms])
         else:
             measured = part.batch.read_histograms(observation.index)
         call = observation.call
@@ -400,7 +404,9 @@ def take_absence(
 
 def absence_metrics(reducers: Sequence[Reducer]) -> tuple[str, ...]:
     """Returns the metrics of a tensor that was not measured: those known, else one a reducer by its name."""
-    return tuple(name for reducer in reducers for name in known_metrics(reducer) or (reducer_name(reducer),))
+    return tuple(
+        [name for reducer in reducers for name in known_metrics(reducer) or (reducer_name(reducer),)]
+    )
 
 
 def error_reason(error: BaseException) -> str:

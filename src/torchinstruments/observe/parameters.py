@@ -121,6 +121,9 @@ class ParameterGradients:
         self._is_reduced = False
         self.num_too_deep = 0
         """Hooks of it that the stack had no room for."""
+        # What the last backward added to before it came to an output of the sample.
+        self._early: tuple[int, set[int]] = -1, set()
+        self._grads_before: dict[int, tuple[int, int] | None] = {}
 
     @property
     def sample(self) -> SampleGradients | None:
@@ -182,8 +185,12 @@ class ParameterGradients:
         if traversal is None:
             # A backward of another forward, or of a loss that knows no forward, a penalty of the weights. Or
             # this sample's own, which has not come to an output of it yet.
+            task = graph_task()
             if self._other_task is None:
-                self._other_task = graph_task()
+                self._other_task = task
+            if self._early[0] != task:
+                self._early = task, set()
+            self._early[1].update(self._alike[target])
             return
         started_s = time.perf_counter()
         try:
@@ -193,6 +200,11 @@ class ParameterGradients:
             traversal.tally.fail(_PROBE, error)
         finally:
             traversal.collection_s += time.perf_counter() - started_s
+
+    def backward_began(self, traversal: Traversal) -> None:
+        """Notes which gradients are there already (autograd thread, hot path)."""
+        if traversal.backward_index == 0 and self._grad_sync is GradSync.SYNCED:
+            self._grads_before = {index: _grad_state(target) for index, target in enumerate(self.targets)}
 
     def backward_ended(self, traversal: Traversal) -> None:
         """Measures the reduced gradients, and says what did not come (autograd thread, hot path)."""
@@ -211,6 +223,7 @@ class ParameterGradients:
             self._other_task = None
         refusal = self._refusal_of_reduced(traversal, came)
         self._is_reduced |= not refusal
+        early = self._early[1] if self._early[0] == traversal.task else ()
         for index, target in enumerate(self.targets):
             if not is_first and index not in came:
                 continue
@@ -221,8 +234,24 @@ class ParameterGradients:
                 _absent(part, target, Stage.LOCAL_ACCUMULATED, local)
             if reduced:
                 _absent(part, target, Stage.REDUCED, reduced)
+            elif not (index in came or index in early or self._may_be_reduced(index, target)):
+                # What stands in it is an earlier backward's.
+                _absent(part, target, Stage.REDUCED, Reason.NO_GRADIENT.value)
             elif not (target.tells and index in came):
                 take_gradient(part, target, Stage.REDUCED, traversal.tally)
+        self._grads_before = {}
+
+    def _may_be_reduced(self, index: int, target: ParameterTarget) -> bool:
+        """Returns whether a backward left a gradient here that this rank added nothing to.
+
+        `DistributedDataParallel` writes the mean into a parameter that only other ranks used. It leaves alone
+        what no rank used, except where the gradient is a view of its bucket: that is reduced anew.
+        """
+        if target.is_sharded:
+            return True
+        if self._grad_sync is not GradSync.SYNCED:
+            return False
+        return index not in self._grads_before or self._grads_before[index] != _grad_state(target)
 
     def _target(self, call: Call, name: str, parameter: torch.Tensor) -> ParameterTarget:
         """Returns what is to be known of a parameter before its gradient comes."""
@@ -354,6 +383,16 @@ def take_gradient(part: Part, target: ParameterTarget, stage: Stage, tally: Tall
     except Exception as error:  # noqa: BLE001 - the sample goes on with the next parameter
         tally.fail(_PROBE, error)
         _absent(part, target, stage, error_reason(error))
+
+
+def _grad_state(target: ParameterTarget) -> tuple[int, int] | None:
+    """Returns what tells a gradient from one that was written since, or None where there is none."""
+    parameter = target.parameter()
+    gradient = None if parameter is None else parameter.grad
+    if gradient is None:
+        return None
+    # A tensor of inference mode counts no versions.
+    return id(gradient), -1 if gradient.is_inference() else gradient._version  # noqa: SLF001 - its only name
 
 
 _TAKES_NO_HOOK = (Reason.UNINITIALISED.value, Reason.META_TENSOR.value, Reason.GRAPH_CAPTURE.value)

@@ -26,7 +26,7 @@ class StepBlock:
         micro_batches: The caller's number.
     """
 
-    __slots__ = ("_global_step", "_is_open", "_micro_batches", "_probe")
+    __slots__ = ("_entered", "_global_step", "_micro_batches", "_probe")
 
     def __init__(
         self, probe: RootProbe | None, global_step: int | None = None, micro_batches: int | None = None
@@ -34,12 +34,13 @@ class StepBlock:
         self._probe = probe
         self._global_step = global_step
         self._micro_batches = micro_batches
-        self._is_open = False
+        # One entry an entrance, since one object may be entered inside itself, and by several threads.
+        self._entered: list[bool] = []
 
     def __enter__(self) -> None:
         """Opens the attempt (training thread, hot path)."""
         if self._probe is not None:
-            self._is_open = self._probe.step_entered(self._global_step, self._micro_batches)
+            self._entered.append(self._probe.step_entered(self._global_step, self._micro_batches))
 
     def __exit__(
         self,
@@ -48,8 +49,7 @@ class StepBlock:
         traceback: TracebackType | None,
     ) -> None:
         """Closes it (training thread, hot path)."""
-        if self._probe is not None and self._is_open:
-            self._is_open = False
+        if self._probe is not None and self._entered and self._entered.pop():
             self._probe.step_left(failed=kind is not None)
 
 
@@ -61,8 +61,9 @@ def checked_number(probe: RootProbe, name: str, value: object, lowest: int, high
     """
     if value is None or (type(value) is int and lowest <= value <= highest):
         return value
-    if isinstance(value, Integral) and not isinstance(value, bool) and lowest <= int(value) <= highest:
-        return int(value)
+    number = _integer(value)
+    if number is not None and lowest <= number <= highest:
+        return number
     if isinstance(value, torch.Tensor):
         # Its entries are not read, not even for the message: they may lie on a device.
         shown, way_out = f"of type {type(value).__name__}", "; reading a tensor would wait for its device"
@@ -76,6 +77,14 @@ def checked_number(probe: RootProbe, name: str, value: object, lowest: int, high
         raise ConfigurationError(sentence)
     probe.notice_of_step(name, f"{sentence}; it is left out, and so are further ones")
     return None
+
+
+def _integer(value: object) -> int | None:
+    """Returns what an integer of any kind is, or None where it is none, whatever its own methods do."""
+    try:
+        return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    except Exception:  # noqa: BLE001 - a number that cannot be read is one that is refused
+        return None
 
 
 def _short(value: object) -> str:

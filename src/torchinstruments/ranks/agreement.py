@@ -22,7 +22,7 @@ the overlap.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Protocol
 
 from torchinstruments.records import Claim, Member
@@ -129,7 +129,7 @@ class Follower:
         self._watch_s = watch_s
         self._look_at_s = now_s + (0.0 if me.rank == 0 else leader_grace_s)
         self._watched: dict[str, bytes | None] | None = None
-        store.set(f"hello/{me.rank}", _encode(asdict(me)))
+        store.set(f"hello/{me.rank}", _encode(_fields_of(me)))
 
     def poll(self, now_s: float) -> Verdict:
         """Looks once.
@@ -221,8 +221,10 @@ class Leader:
     def members(self) -> tuple[Member, ...]:
         """Those that believed this leader, by rank."""
         return tuple(
-            Member(hello.rank, hello.process, hello.host, hello.local_rank, hello.observing)
-            for _, hello in sorted(self._members.items())
+            [
+                Member(hello.rank, hello.process, hello.host, hello.local_rank, hello.observing)
+                for _, hello in sorted(self._members.items())
+            ]
         )
 
     @property
@@ -266,7 +268,7 @@ class Leader:
             "process": hello.process,
             "leader": self._me.process,
             "observes": self._me.observing,
-            "claim": asdict(self.claim),
+            "claim": _fields_of(self.claim),
         }
         self._store.set(f"reply/{hello.rank}", _encode(reply))
         self._answered[hello.rank] = hello
@@ -331,10 +333,19 @@ def _as_hello(document: Mapping[str, object], rank: int) -> Hello | None:
             return None
 
 
+def _fields_of(record: Hello | Claim) -> dict[str, object]:
+    """Returns a document of a record.
+
+    `dataclasses.asdict` fills a tuple from a generator, which fails while another thread of the program asks
+    ``gc.get_objects``.
+    """
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
 def _as_claim(document: object) -> Claim | None:
     if not isinstance(document, dict):
         return None
-    known = {field.name: document[field.name] for field in fields(Claim) if field.name in document}
+    known = {name: document[name] for name in Claim.__dataclass_fields__ if name in document}
     match known:
         case {
             "url": str(),

@@ -423,7 +423,7 @@ class ScalerWatch:
         findings = state.get("found_inf_per_device") if isinstance(state, dict) else None
         if not isinstance(findings, dict):
             return None
-        tickets = tuple(ticket for found in findings.values() if (ticket := self._keep(found)) is not None)
+        tickets = tuple([ticket for found in findings.values() if (ticket := self._keep(found)) is not None])
         return tickets if len(tickets) == len(findings) else None
 
     def _keep(self, tensor: torch.Tensor) -> Ticket | None:

@@ -286,7 +286,7 @@ def _has_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 def _references(only: Optimizer | Sequence[Optimizer]) -> tuple[weakref.ref[Optimizer], ...]:
     named = (only,) if isinstance(only, Optimizer) else only
-    return tuple(weakref.ref(optimizer) for optimizer in named)
+    return tuple([weakref.ref(optimizer) for optimizer in named])
 
 
 def _is_in_backward() -> bool:

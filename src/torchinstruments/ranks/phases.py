@@ -108,6 +108,11 @@ class PhaseTimer:
             # Between two optimizers that step inside one backward there is nothing but that backward.
             self._waits_for_backward_since_s = self._last_event_s
         self.settle_backward(now_s, window, None)
+        if self._forward_began_s is not None:
+            # A forward runs in another thread: what of it lies beside the step is the step's time.
+            if window is not None:
+                window.forward.add(self._forward_began_s, now_s)
+            self._forward_began_s = now_s
         self._last_event_s = now_s
 
     def step_ended(self, *, in_backward: bool) -> None:
@@ -119,6 +124,8 @@ class PhaseTimer:
     def stepped(self, now_s: float, window: Window | None) -> None:
         """Takes when a step, or what stands for one, was over (training or autograd thread, hot path)."""
         self._last_event_s = now_s
+        if self._forward_began_s is not None:
+            self._forward_began_s = now_s
         if window is not None:
             window.end_s = now_s
 

@@ -87,7 +87,7 @@ def _key_of_layout(mesh: "DeviceMesh", placements: Sequence["Placement"]) -> str
     coordinates = mesh.get_coordinate()
     if coordinates is None:
         return ""
-    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    names = mesh.mesh_dim_names or (*map(str, range(mesh.ndim)),)
     axes: list[str] = []
     ranks = mesh.mesh
     # From the last axis, so that those before it keep their places.

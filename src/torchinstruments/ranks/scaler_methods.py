@@ -87,7 +87,7 @@ class _Patches:
 
     def remove(self, listener: ScalerListener) -> None:
         with self._lock:
-            self.listeners = tuple(one for one in self.listeners if one is not listener)
+            self.listeners = tuple([one for one in self.listeners if one is not listener])
             if self.listeners:
                 return
             for (owner, name), (original, wrapper) in self._originals.items():

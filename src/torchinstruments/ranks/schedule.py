@@ -137,7 +137,7 @@ def decode_news(raw: bytes | None) -> News | None:
             "ended": bool(ended),
         }:
             plans = [_as_plan(one) for one in listed]
-            return News(beat, forwards, tuple(plan for plan in plans if plan is not None), ended)
+            return News(beat, forwards, tuple([plan for plan in plans if plan is not None]), ended)
         case _:
             return None
 

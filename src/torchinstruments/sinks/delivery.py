@@ -3,8 +3,9 @@
 One daemon thread a process. It sleeps about a second at a time and works in batches, since a thread that is
 busy beside training slows every step. Until `Delivery.start` says which run this is, things only queue. Sinks
 are isolated: what one raises, an end of the program or a cancelled task too, is counted, told to the sinks
-that keep errors and to the owner, and goes no further. Should the thread end all the same, what it leaves
-undone is counted as dropped and told.
+that keep errors and to the owner, and goes no further. So is what the program brings about elsewhere in this
+thread: it costs one item. Should the thread end all the same, what it leaves undone is counted as dropped and
+told.
 
 A forked child has no writer thread; its copy takes nothing and does nothing. When the main thread has ended,
 whatever is still open is flushed for a few seconds; it is closed and its manifest marked then, or once the
@@ -117,6 +118,7 @@ class Delivery:
         self._unresolved_rows = 0
         self._unkept_rows = 0
         self._late = Dropped()
+        self._late_told = Dropped()
         self._late_lock = threading.RLock()  # a signal handler may put in the middle of a put
         self._lost_keeper = False
         self._pending_error: Exception | None = None
@@ -264,7 +266,18 @@ class Delivery:
         if thread is threading.current_thread():
             return False
         thread.join(timeout_s)
+        if self._has_died and not thread.is_alive():
+            self._tell_late_losses()
         return self._everything_arrived
+
+    def _tell_late_losses(self) -> None:
+        """Has told what was dropped since the thread ended, in its place (closing thread)."""
+        with self._late_lock:
+            before, self._late_told = self._late_told, self._late
+            is_told = before == self._late
+        if not is_told:
+            for keeper in self._keepers:
+                self._call(keeper, keeper.flush)
 
     def _takes_nothing(self) -> bool:
         return self._inert or self._closing or self._has_died
@@ -296,11 +309,21 @@ class Delivery:
         """The writer thread, from start to end."""
         try:
             self._initialize(run)
-            while not self._serve(self._next_request()):
+            while not self._serve_safely(self._next_request()):
                 self._writer_s = time.thread_time()
         except BaseException as error:  # noqa: BLE001 - what was left here has to be counted
             self._die(error)
         self._writer_s = time.thread_time()
+
+    def _serve_safely(self, request: "_Flush | _Close | None") -> bool:
+        """Does one round, and survives it; returns whether it was the last one."""
+        try:
+            return self._serve(request)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the run goes on
+            self._fail("sink", "", error)
+            if isinstance(request, _Flush):
+                request.done.set()
+            return isinstance(request, _Close)
 
     def _serve(self, request: "_Flush | _Close | None") -> bool:
         """Does one round; returns whether it was the last one."""
@@ -376,6 +399,11 @@ class Delivery:
                 continue
             try:
                 self._hand_over_one(item)
+            except Exception as error:  # noqa: BLE001 - the next item goes on
+                self._unresolved_rows += _num_rows(item)
+                lost = RuntimeError(f"{_contents(item)} did not reach the sinks: {_named(error)}")
+                lost.__cause__ = error
+                self._fail("sink", "", lost)
             except BaseException:
                 self._unresolved_rows += _num_rows(item)
                 raise
@@ -408,7 +436,7 @@ class Delivery:
             if not is_due and not _are_complete(item):
                 return
             self._held.popleft()
-            records = tuple(self._resolve_attempt(attempt) for attempt in item.records)
+            records = tuple([self._resolve_attempt(attempt) for attempt in item.records])
             for keeper in self._keepers:
                 self._call(keeper, keeper.attempts, records)
 
@@ -485,7 +513,10 @@ class Delivery:
 
 def _are_complete(item: Attempts) -> bool:
     """Returns whether all attempts are; each is asked, for one that is not keeps what is known so far."""
-    complete = [attempt.is_complete() for attempt in item.records]
+    try:
+        complete = [attempt.is_complete() for attempt in item.records]
+    except Exception:  # noqa: BLE001 - what is wrong is told when the record itself is asked for
+        return True
     return all(complete)
 
 
@@ -494,6 +525,19 @@ def _num_rows(item: Item) -> int:
     if isinstance(item, Attempts | Fingerprints | Modules | ErrorRecord):
         return 0
     return item.num_scalars
+
+
+def _contents(item: Item) -> str:
+    """Returns what an item holds, as a message says it."""
+    if isinstance(item, Attempts):
+        return f"{len(item.records)} attempts"
+    if isinstance(item, Fingerprints):
+        return f"{item.deferred.num_rows} fingerprints"
+    if isinstance(item, Modules):
+        return f"the catalog of {len(item.records)} modules"
+    if isinstance(item, ErrorRecord):
+        return "an error of collection"
+    return f"a sample of {item.num_scalars} scalars"
 
 
 def _named(error: BaseException) -> str:

@@ -78,7 +78,7 @@ def known_metrics(reducer: Reducer) -> tuple[str, ...]:
     declared = getattr(reducer, "metrics", ())
     if isinstance(declared, str) or not isinstance(declared, Sequence):
         return ()
-    return tuple(storable(name) for name in declared if isinstance(name, str))
+    return tuple([storable(name) for name in declared if isinstance(name, str)])
 
 
 def reducer_name(reducer: Reducer) -> str:

@@ -316,7 +316,7 @@ def _finish(
         moments=resolve(total, squares, num_finite, pivot, int(exponent)).repeated(repeats),
         minimum=low,
         maximum=high,
-        quartiles=tuple(zip(found[::2], found[1::2], strict=True)),
+        quartiles=(*zip(found[::2], found[1::2], strict=True),),
     )
     binned = []
     for rule in rules:

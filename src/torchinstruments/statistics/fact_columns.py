@@ -63,7 +63,7 @@ class FactColumns:
             ),
             minimum=low,
             maximum=high,
-            quartiles=tuple(zip(found[::2], found[1::2], strict=True)),
+            quartiles=(*zip(found[::2], found[1::2], strict=True),),
         )
 
 

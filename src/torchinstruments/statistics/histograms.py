@@ -197,7 +197,7 @@ def validate_histograms(histograms: Iterable[HistogramReducer]) -> tuple[Histogr
 
 def due_histograms(histograms: Sequence[HistogramReducer], ordinal: int) -> tuple[HistogramReducer, ...]:
     """Returns those that the sample with this ordinal has (training thread, hot path)."""
-    return tuple(one for one in histograms if one.is_due(ordinal))
+    return tuple([one for one in histograms if one.is_due(ordinal)])
 
 
 def measured_histogram(name: str, facts: Facts, binned: Binned | None) -> MeasuredHistogram:
@@ -213,7 +213,7 @@ def measured_histogram(name: str, facts: Facts, binned: Binned | None) -> Measur
     return MeasuredHistogram(
         name=name,
         edges=tuple(binned.edges.tolist()),
-        counts=tuple(above - below for below, above in pairwise(up_to)),
+        counts=tuple([above - below for below, above in pairwise(up_to)]),
         underflow=up_to[0],
         overflow=facts.num_finite - up_to[-1],
         finite_count=facts.num_finite,

@@ -71,7 +71,7 @@ def _facts(ordered: OrderedEntries, num_distinct: int, repeats: int) -> Facts:
         moments=ordered.moments(low, high, found[2]).repeated(repeats),
         minimum=low,
         maximum=high,
-        quartiles=tuple(zip(found[::2], found[1::2], strict=True)),
+        quartiles=(*zip(found[::2], found[1::2], strict=True),),
     )
 
 
@@ -83,7 +83,7 @@ def _binned(
         return ()
     low, high = float_ends(facts.minimum, facts.maximum)
     every_edges = [bin_edges(rule, np.array([low]), np.array([high]))[0] for rule in rules]
-    return tuple(Binned(edges, ordered.up_to_edges(edges) * repeats) for edges in every_edges)
+    return tuple([Binned(edges, ordered.up_to_edges(edges) * repeats) for edges in every_edges])
 
 
 def _unordered(tensor: torch.Tensor, repeats: int) -> Facts:

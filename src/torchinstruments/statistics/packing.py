@@ -249,7 +249,7 @@ class _Block:
         Raises:
             RuntimeError: It was not, and why.
         """
-        binned = tuple(self._binned[row][rule] for rule in self._rules[row]) if row in self._binned else ()
+        binned = tuple([self._binned[row][rule] for rule in self._rules[row]]) if row in self._binned else ()
         return Measured(self._measured_columns().facts(row), binned)
 
     def values(self, row: int, reducer: FactsReducer) -> Mapping[str, float | Absent]:

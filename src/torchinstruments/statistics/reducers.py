@@ -146,7 +146,7 @@ def default_reducers() -> tuple[Reducer, ...]:
 
 def metric_names(reducers: Iterable[Reducer]) -> tuple[str, ...]:
     """Returns the metric names that are known beforehand, in the order of the reducers."""
-    return tuple(name for reducer in reducers for name in known_metrics(reducer))
+    return tuple([name for reducer in reducers for name in known_metrics(reducer)])
 
 
 def validate_reducers(reducers: Iterable[Reducer] | CombinedReducer) -> tuple[Reducer, ...]:
@@ -194,9 +194,11 @@ def _checked(reducers: tuple[Reducer, ...], where: str) -> tuple[Reducer, ...]:
                 f"give callables from a tensor to named scalars"
             )
     flat = tuple(
-        part
-        for reducer in reducers
-        for part in (reducer.parts if isinstance(reducer, CombinedReducer) else (reducer,))
+        [
+            part
+            for reducer in reducers
+            for part in (reducer.parts if isinstance(reducer, CombinedReducer) else (reducer,))
+        ]
     )
     owner: dict[str, str] = {}
     for reducer in flat:

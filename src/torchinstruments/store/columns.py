@@ -304,15 +304,15 @@ class _Descriptions:
         self._fields = dict(zip(_DESCRIPTION_FIELDS, columns, strict=True))
         for name in _TEXT_FIELDS:
             self._fields[name] = encodable_texts(self._fields[name])
-        self._fields["shape"] = tuple("x".join(map(str, shape)) for shape in self._fields["shape"])
-        sort_keys = list(zip(*(self._fields[name] for name in _SORT_FIELDS), strict=True))
+        self._fields["shape"] = tuple(["x".join(map(str, shape)) for shape in self._fields["shape"]])
+        sort_keys = list(zip(*[self._fields[name] for name in _SORT_FIELDS], strict=True))
         ranks = {key: rank for rank, key in enumerate(sorted(set(sort_keys)))}
         self.sort_rank = _integers([ranks[key] for key in sort_keys])
         self.call_index = _integers(self._fields["call_index"])
         self.grad_enabled = np.array(self._fields["grad_enabled"], np.bool_)
         given: tuple[tuple[str, ...], ...] = self._fields["metrics"]
         cleaned = {names: encodable_texts(names) for names in set(given)}
-        metrics = tuple(cleaned[names] for names in given)
+        metrics = tuple([cleaned[names] for names in given])
         self.num_metrics = _integers([len(names) for names in metrics])
         self.first_metric = np.cumsum(self.num_metrics) - self.num_metrics
         orders = {names: sorted(range(len(names)), key=names.__getitem__) for names in set(metrics)}

@@ -35,7 +35,7 @@ def encodable_texts(texts: Iterable[str]) -> tuple[str, ...]:
     try:
         "".join(found).encode()
     except UnicodeEncodeError:
-        return tuple(encodable(text) for text in found)
+        return tuple([encodable(text) for text in found])
     return found
 
 
@@ -46,13 +46,15 @@ def encodable_modules(modules: Iterable[ModuleRecord]) -> tuple[ModuleRecord, ..
         "".join(text for one in found for text in (one.layer, one.type, *one.aliases)).encode()
     except UnicodeEncodeError:
         return tuple(
-            replace(
-                one,
-                layer=encodable(one.layer),
-                type=encodable(one.type),
-                aliases=encodable_texts(one.aliases),
-            )
-            for one in found
+            [
+                replace(
+                    one,
+                    layer=encodable(one.layer),
+                    type=encodable(one.type),
+                    aliases=encodable_texts(one.aliases),
+                )
+                for one in found
+            ]
         )
     return found
 

@@ -138,6 +138,7 @@ class RankWriter:
         self._catalog_not_before_s = 0.0
         self._manifest_changed = True
         self._manifest_tried_s = float("-inf")
+        self._losses_told = (0, 0)
         self._kept_alive_s = self._clock.monotonic_s()
 
     @property
@@ -235,7 +236,7 @@ class RankWriter:
             self._write_manifest()
 
     def flush(self) -> bool:
-        """Makes everything durable that was taken so far.
+        """Makes everything durable that was taken so far, and tells the manifest of new losses and errors.
 
         Returns:
             False where the target refused and rows wait.
@@ -245,7 +246,12 @@ class RankWriter:
         self._write_steps(self._steps.take_all())
         self._write_fingerprints(self._fingerprints.take_all())
         self._waiting.write(self._clock.monotonic_s(), at_once=True)
+        if self._losses() != self._losses_told:
+            self._write_manifest()
         return not self._waiting
+
+    def _losses(self) -> tuple[int, int]:
+        return self.counters().rows_dropped, self._error_counts.total()
 
     def close(self, timeout_s: float, *, complete: bool = True) -> bool:
         """Makes everything durable, waits until it is where readers look, and marks the manifest closed.
@@ -402,9 +408,12 @@ class RankWriter:
 
     def _write_manifest(self) -> bool:
         self._manifest_tried_s = self._clock.monotonic_s()
+        losses = self._losses()
         name = layout.manifest_file("", self._identity.process)
         written = self._write_document(name, self._manifest())
         self._manifest_changed = not written
+        if written:
+            self._losses_told = losses
         return written
 
     def _write_for_people(

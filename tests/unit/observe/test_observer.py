@@ -2,8 +2,10 @@
 
 import copy
 import pickle
+import threading
 import warnings
 import weakref
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from torch import nn
 from torchinstruments.config import ErrorPolicy
 from torchinstruments.errors import ConfigurationError, ObserverAlreadyAttachedError
 from torchinstruments.observe.observer import InertObserver, Observer, observer_of
+from torchinstruments.observe.step_block import StepBlock
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.optimizers import OptimizerWatch
 from torchinstruments.records import Counters, Evidence, Outcome, StepProvenance
@@ -239,6 +242,63 @@ def test_a_block_inside_another_one_is_ignored_and_told_once(session: MemorySess
     assert [(a.attempt, a.global_step, a.micro_batches) for a in session.attempts] == [(0, 0, 2), (1, 1, 2)]
 
 
+def test_a_block_object_may_be_entered_inside_itself_and_again(session: MemorySession) -> None:
+    """The outermost entrance is the attempt; what comes after it is grouped as without blocks."""
+    marked = Marked(session)
+    block = marked.observer.step(5)
+
+    def train() -> None:
+        for _ in range(2):
+            with block:
+                with block:
+                    marked.micro_step(step=False)
+                marked.micro_step()
+
+    with pytest.warns(RuntimeWarning, match="inside another one") as caught:
+        train()
+    assert len(caught) == 1
+    for _ in range(2):
+        marked.micro_step()
+    marked.observer.close()
+    assert [(a.attempt, a.global_step, a.micro_batches, a.evidence) for a in session.attempts] == [
+        (0, 5, 2, Evidence.OPTIMIZER_HOOK),
+        (1, 5, 2, Evidence.OPTIMIZER_HOOK),
+        (2, None, 1, Evidence.OPTIMIZER_HOOK),
+        (3, None, 1, Evidence.OPTIMIZER_HOOK),
+    ]
+
+
+def test_a_block_that_is_left_elsewhere_is_over(session: MemorySession) -> None:
+    """By another thread, after one that was entered later, by a generator's end, and once too often."""
+    marked = Marked(session)
+    blocks = [marked.observer.step(number) for number in range(3)]
+
+    def leave(block: StepBlock) -> None:
+        block.__exit__(None, None, None)
+
+    def generator() -> Generator[None]:
+        with blocks[2]:
+            marked.micro_step()
+            yield
+
+    blocks[0].__enter__()
+    with pytest.warns(RuntimeWarning, match="inside another one"):
+        blocks[1].__enter__()
+    marked.micro_step()
+    thread = threading.Thread(target=leave, args=(blocks[0],))
+    thread.start()
+    thread.join()
+    assert [a.global_step for a in session.attempts] == [0]
+    leave(blocks[1])
+    leave(blocks[1])
+    running = generator()
+    next(running)
+    running.close()
+    marked.micro_step()
+    marked.observer.close()
+    assert [(a.global_step, a.micro_batches) for a in session.attempts] == [(0, 1), (2, 1), (None, 1)]
+
+
 def test_steps_beyond_a_block_are_told_at_the_end(session: MemorySession) -> None:
     """They have no row; a program that steps before its first forward is not meant."""
     marked = Marked(session)
@@ -282,6 +342,16 @@ def test_an_attempt_reaches_the_session_where_a_long_evaluation_begins(session: 
     assert [(one.attempt, one.forward_in_attempt) for one in places] == [(0, 0), (0, 1), (0, 2)]
 
 
+class Odd(int):
+    """A number that raises whatever is asked of it."""
+
+    def _raise(self, *_: object) -> Any:
+        raise ArithmeticError("odd")
+
+    __int__ = __index__ = __le__ = __lt__ = __ge__ = __gt__ = __eq__ = __bool__ = _raise
+    __hash__ = __repr__ = __str__ = _raise
+
+
 UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"global_step": -1}, r"step\(global_step=...\) was given -1"),
     ({"global_step": True}, r"was given True"),
@@ -290,6 +360,8 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"global_step": torch.tensor(3)}, r"of type Tensor.*reading a tensor would wait for its device"),
     ({"micro_batches": 0}, r"step\(micro_batches=...\) was given 0, .* from 1 to"),
     ({"micro_batches": "4"}, r"was given '4'"),
+    ({"global_step": Odd(3)}, r"was given of type Odd"),
+    ({"micro_batches": Odd(3)}, r"was given of type Odd"),
 ]
 
 

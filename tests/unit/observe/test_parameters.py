@@ -199,6 +199,47 @@ def test_a_gradient_that_is_asked_for_adds_to_no_parameter(session: MemorySessio
     assert reasons(local(session)) == reasons(reduced(session)) == {"0.weight": "no_gradient"}
 
 
+class Branches(nn.Module):
+    """Two layers, of which a forward uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(2, 1, bias=False)
+        self.right = nn.Linear(2, 1, bias=False)
+
+    @override
+    def forward(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """Returns the output of the layer of a name."""
+        return self.get_submodule(name)(x)
+
+
+def test_what_an_earlier_attempt_left_in_a_gradient_is_no_gradient_of_this_one(
+    session: MemorySession,
+) -> None:
+    """Of a layer that a backward adds nothing to, both stages say so, as long as its gradient stands."""
+    model = Branches()
+    observe(model, session, signals=GRADIENT)
+    for name in ("left", "right"):
+        model(torch.ones(1, 2), name).sum().backward()
+    for stage in (local(session), reduced(session)):
+        first, second = stage[:2], stage[2:]
+        assert reasons(first) == {"left.weight": "", "right.weight": "no_gradient"}
+        assert reasons(second) == {"left.weight": "no_gradient", "right.weight": ""}
+        assert means(second) == {"left.weight": None, "right.weight": 1.0}
+
+
+def test_what_a_loss_adds_beside_the_outputs_is_reduced_too(session: MemorySession) -> None:
+    """A penalty of an unused layer may be added before the backward comes to an output."""
+    model = Branches()
+    with torch.no_grad():
+        model.right.weight.fill_(4.0)
+    observe(model, session, signals=GRADIENT)
+    output = model(torch.ones(1, 2), "left")
+    # Later nodes go first, so that the penalty's are over when the output's turn comes.
+    (output.sum() + model.right.weight.sum()).backward()
+    assert means(reduced(session)) == {"left.weight": 1.0, "right.weight": 1.0}
+
+
 def test_a_backward_of_something_else_is_not_this_samples(session: MemorySession) -> None:
     """A penalty of the weights alone comes through no output."""
     model = nn.Sequential(nn.Linear(2, 1, bias=False))

@@ -2,13 +2,15 @@
 
 import asyncio
 import ctypes
+import gc
 import os
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import pytest
 from typing_extensions import override
@@ -20,12 +22,13 @@ from torchinstruments.records import (
     ErrorRecord,
     FingerprintRecord,
     Identity,
+    Measurement,
     ModuleRecord,
     RunRecord,
     Sample,
 )
 from torchinstruments.sinks.delivery import THREAD_NAME, Delivery
-from torchinstruments.sinks.outbox import BoundedOutbox
+from torchinstruments.sinks.outbox import Attempts, BoundedOutbox
 from unit.store.material import attempt, claim, fingerprint, forward, identity, module, run_record
 
 WAIT_S = 30.0
@@ -351,7 +354,8 @@ def test_a_thread_that_dies_counts_what_it_leaves_and_says_so() -> None:
 
     assert keeper.ordinals() == [0]
     assert delivery.rows_dropped == 4 + 5 + 7
-    assert keeper.seen[-1] == ("flush",)
+    # The second one is for what came after the thread's end.
+    assert keeper.seen[-2:] == [("flush",), ("flush",)]
     assert plain.seen[-1] == ("close",)
     died, late = told
     assert died == (
@@ -363,6 +367,113 @@ def test_a_thread_that_dies_counts_what_it_leaves_and_says_so() -> None:
         "further ones will be; call remove_observer(model) and attach again to go on measuring"
     )
     assert [error.message for error in keeper.errors] == [died.removeprefix("sink: ")]
+
+
+@dataclass(frozen=True)
+class Unnumbered:
+    """Attempts whose number of rows is all that can be had of them."""
+
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[ClosedAttempt]:
+        raise SystemError("bad argument to internal function")
+
+
+def test_what_fails_outside_of_any_sink_costs_one_item() -> None:
+    """It is counted and told, and what comes after it arrives: an attempt, a sample and a close."""
+    told: list[str] = []
+    outbox = BoundedOutbox()
+    delivery = Delivery(lambda probe, error: told.append(f"{probe}: {error}"), outbox)
+    keeper = KeepingSink()
+    outbox.put_records(Attempts(cast("tuple[ClosedAttempt, ...]", Unnumbered(3))))
+    delivery.put_attempts([ClosedAttempt(attempt(4))])
+    delivery.put_sample(Deferred(1, num_scalars=4))
+    delivery.start(run_record(), [keeper])
+
+    assert delivery.flush(WAIT_S)
+    assert delivery.close(WAIT_S)
+
+    expected = "3 attempts did not reach the sinks: SystemError: bad argument to internal function"
+    assert told == [f"sink: {expected}"]
+    assert [error.message for error in keeper.errors] == [expected]
+    assert ("attempts", (4,)) in keeper.seen
+    assert keeper.ordinals() == [1]
+    assert delivery.rows_dropped == 0
+
+
+class UnreadableMeasurements:
+    """What a sample says it measured, and cannot be read."""
+
+    def __iter__(self) -> Iterator[Measurement]:
+        raise SystemError("bad argument to internal function")
+
+
+@dataclass
+class DeferredUnreadable(Deferred):
+    """A sample whose measurements cannot be read."""
+
+    @override
+    def resolve(self) -> Sample:
+        return replace(
+            forward(self.ordinal),
+            measurements=cast("tuple[Measurement, ...]", UnreadableMeasurements()),
+        )
+
+
+def test_a_sample_that_fails_outside_of_any_sink_is_counted_as_dropped() -> None:
+    """Its scalars are missing in the store, and the next sample's are there."""
+    told: list[str] = []
+    delivery = Delivery(lambda probe, error: told.append(f"{probe}: {error}"))
+    keeper = KeepingSink()
+    delivery.start(run_record(), [keeper])
+    delivery.put_sample(DeferredUnreadable(0, num_scalars=5))
+    delivery.put_sample(Deferred(1, num_scalars=4))
+
+    assert delivery.close(WAIT_S)
+
+    assert told == [
+        "sink: a sample of 5 scalars did not reach the sinks: SystemError: bad argument to internal function"
+    ]
+    assert keeper.ordinals() == [1]
+    assert delivery.rows_dropped == 5
+
+
+@dataclass(frozen=True)
+class Looking:
+    """An amendment that does something and changes nothing."""
+
+    look: Callable[[], None]
+
+    def is_complete(self) -> bool:
+        """Returns that nothing more will be known."""
+        return True
+
+    def amend(self, record: AttemptRecord) -> AttemptRecord:
+        """Returns the record."""
+        self.look()
+        return record
+
+
+def test_tuples_of_the_writer_are_filled_whole_while_the_program_looks_at_all_objects() -> None:
+    """A tuple that is filled from a generator cannot grow once `gc.get_objects` has shown it to someone."""
+    delivery = Delivery()
+    keeper = KeepingSink()
+    seen: list[object] = []
+
+    def look() -> None:
+        seen[:] = [gc.get_objects()]
+
+    delivery.put_attempts([ClosedAttempt(attempt(number), (Looking(look),)) for number in range(12)])
+    delivery.start(run_record(), [keeper])
+
+    assert delivery.close(WAIT_S)
+
+    assert seen
+    assert ("attempts", tuple(range(12))) in keeper.seen
+    assert not keeper.errors
 
 
 def test_a_sink_that_could_not_begin_is_asked_for_nothing_more() -> None:

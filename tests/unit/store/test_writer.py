@@ -320,6 +320,25 @@ def test_a_flush_writes_unsettled_samples_too() -> None:
     assert [row["state"] for row in rig.rows("samples")] == ["forward_complete"]
 
 
+def test_a_flush_tells_the_manifest_of_new_losses_and_errors_alone() -> None:
+    """A writer that never gets to its close has told what was given up; a flush without any writes none."""
+    rig = Rig()
+    rig.writer.start(run_record(), [module(0)])
+    assert rig.num_manifests() == 1
+
+    rig.training = Counters(rows_dropped=7)
+    rig.writer.flush()
+    assert rig.manifest().counters.rows_dropped == 7
+
+    rig.writer.add_error(ErrorRecord("sink", "", "RuntimeError", "the writer thread ended"))
+    rig.writer.flush()
+    assert [error.message for error in rig.manifest().errors] == ["the writer thread ended"]
+
+    rig.writer.flush()
+    assert rig.num_manifests() == 3
+    assert rig.manifest().status == "running"
+
+
 def test_the_catalog_is_written_at_once_and_then_at_most_once_a_minute() -> None:
     """Layers that fired later are told, but not with each of them."""
     rig = Rig()
