@@ -99,25 +99,25 @@ def test_what_a_sink_would_end_the_program_with_is_a_plain_error_for_the_trainin
 
 
 def test_a_run_without_one_value_says_so_at_its_close(tmp_path: Path) -> None:
-    """A model that was compiled as a whole shows nothing of its layers; the warning names that and a way."""
-    model = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), backend="eager")
-    assert isinstance(model, nn.Module)
-    attach(model, tmp_path / "leaves")
-    train(model, 2)
+    """A model without memory has shapes alone; the warning names that and a way."""
+    model = nn.Linear(4, 2, device="meta")
+    attach(model, tmp_path / "meta")
+    for _ in range(2):
+        model(torch.ones(3, 4, device="meta")).sum().backward()
     with pytest.warns(RuntimeWarning) as told:
         remove_observer(model)
     (warning,) = told
     assert str(warning.message) == (
-        "torchinstruments: the run has samples, but not one value: 36 of 36 rows say 'inside_compiled': "
-        "nothing is seen inside a compiled region; select what was compiled itself, as in "
-        "selector=lambda name, module: name == '' for a whole model, or compile less of it"
+        "torchinstruments: the run has samples, but not one value: 36 of 36 rows say 'meta_tensor': "
+        "meta tensors have no entries; measure the model after it has its parameters"
     )
 
     # The way that it names leads to values, and to no warning.
-    attach(model, tmp_path / "root", selector=lambda name, _: name == "")
+    model.to_empty(device="cpu").reset_parameters()
+    attach(model, tmp_path / "memory")
     train(model, 2)
     remove_observer(model)
-    assert open_run(str(tmp_path / "root")).history().collect()["value"].null_count() == 0
+    assert open_run(str(tmp_path / "memory")).history().collect()["value"].null_count() == 0
 
 
 def test_a_sink_may_end_the_run(tmp_path: Path) -> None:

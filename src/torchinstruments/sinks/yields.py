@@ -10,8 +10,7 @@ __all__ = ["Yield"]
 _CODES = frozenset(reason.value for reason in Reason)
 _WAYS_OUT: Mapping[str, str] = {
     Reason.INSIDE_COMPILED: (
-        "nothing is seen inside a compiled region; select what was compiled itself, as in "
-        "selector=lambda name, module: name == '' for a whole model, or compile less of it"
+        "nothing is seen inside a compiled region; give compiled='force_eager', or compile less of it"
     ),
     Reason.INSIDE_FUSED: "select the fused layer itself, or measure forwards with gradients",
     Reason.SCRIPTED_MODULE: "scripted modules take no hooks; select modules around them",

@@ -377,5 +377,9 @@ def test_all_ranks_know_the_leader_and_whether_it_observes(server):
         assert leader.store is not None
         assert followed.store is not None
         leader.store.set("schedule", b"x")
+        # A write is not answered, so that another connection may be served before it.
+        deadline_s = time.monotonic() + 30
+        while followed.store.get_if_there("schedule") is None and time.monotonic() < deadline_s:
+            time.sleep(0.01)
         assert followed.store.get_if_there("schedule") == b"x"
         _service(leader).stop()
