@@ -57,6 +57,7 @@ class ParameterTracker:
         self._scale = scale
         self._deliver = deliver
         self._latest: ParameterGradients | None = None
+        self._awaiting: dict[ParameterGradients, None] = {}
         self._is_closed = False
         self._num_forwards = 0
         self._forwards_before: dict[int, int] = {}
@@ -66,20 +67,19 @@ class ParameterTracker:
         if not position.grad_enabled:
             return
         self._num_forwards += 1
+        self._withdraw_all()
         latest = self._latest
-        if latest is not None:
-            latest.withdraw()
-            if latest.attempt != position.attempt:
-                self._latest = None
+        if latest is not None and latest.attempt != position.attempt:
+            self._latest = None
 
     def sampled(
         self, position: Position, grad_sync: GradSync, managed: ManagedParameters
     ) -> ParameterGradients:
         """Returns what takes the gradients of a sampled forward that begins (training thread, hot path)."""
-        if self._latest is not None:
-            # Of another thread's forward.
-            self._latest.withdraw()
+        # Those of other threads' forwards.
+        self._withdraw_all()
         self._latest = latest = ParameterGradients(grad_sync, position.attempt, managed)
+        self._awaiting[latest] = None
         if self._is_closed:
             # By another thread, meanwhile.
             latest.withdraw()
@@ -88,9 +88,15 @@ class ParameterTracker:
     def close(self) -> None:
         """Takes the hooks out of the parameters and awaits nothing more. Idempotent (any thread)."""
         self._is_closed = True
-        if self._latest is not None:
-            self._latest.withdraw()
+        self._withdraw_all()
         self._latest = None
+
+    def _withdraw_all(self) -> None:
+        """Takes all hooks out of the parameters: threads that begin at once each left theirs (any thread)."""
+        while self._awaiting:
+            for one in list(self._awaiting):
+                one.withdraw()
+                self._awaiting.pop(one, None)
 
     def step_began(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """Takes that a step begins; it never raises (training or autograd thread, hot path)."""

@@ -320,10 +320,15 @@ class SampleGradients:
     def running(self, task: int) -> "Traversal | None":
         """Returns the traversal that a graph task belongs to (autograd thread, hot path).
 
-        The inner task of reentrant checkpointing belongs to the one that runs around it. None where no
-        backward of this sample runs: then the task is another forward's.
+        The inner task of reentrant checkpointing belongs to the one that runs around it, in the same thread.
+        None where no backward of this sample runs: then the task is another forward's.
         """
-        return self._traversals.get(task) or next(reversed(list(self._traversals.values())), None)
+        found = self._traversals.get(task)
+        if found is not None:
+            return found
+        thread = threading.get_ident()
+        own = [one for one in list(self._traversals.values()) if one.thread == thread]
+        return own[-1] if own else None
 
     def finished(self, finished: "_Finished") -> None:
         """Delivers a traversal, once the forward is over (autograd thread, hot path)."""
@@ -371,6 +376,8 @@ class Traversal:
     def __init__(self, sample: SampleGradients, task: int) -> None:
         self.sample = sample
         self.task = task
+        self.thread = threading.get_ident()
+        """In which it came to the first output."""
         self.backward_index = 0
         self.grad_sync: GradSync | None = None
         """What it does with the gradients; None where the forward has decided that."""
