@@ -122,7 +122,7 @@ class RangeTally:
         """Returns the ranges; `groups` are the texts of the group numbers."""
         empty = [np.zeros(0, np.int64)] * 8
         columns = self._joined() if self._found else (*empty, np.zeros(0, np.uint64))
-        return RangeTable(tuple(groups), *columns)  # type: ignore[arg-type]
+        return RangeTable(tuple(groups), *columns)  # type: ignore[arg-type] - nine columns, the last of words
 
     def _joined(self) -> tuple[npt.NDArray[np.generic], ...]:
         return _reduced(tuple(np.concatenate(column) for column in zip(*self._found, strict=True)))

@@ -417,16 +417,23 @@ class RootProbe:
                         call.sampled.observe(self._root_layer, output)
                     if call.depth == 1:
                         call.sampled.returned(output)
-                if call.depth == 1 and call.flight is not None:
-                    call.flight.ended(output, failed=failed)
-                if call.depth == 1 and call.backward_sync is not None and not failed:
-                    call.backward_sync.watch(output)
             finally:
-                call.depth -= 1
-                if call.depth == 0:
-                    self._end(call, failed=failed)
+                # Whatever became of the sample, a stance that was taken for it has to be left.
+                self._leave(call, output, failed=failed)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self.faults.report("forward", "", error)
+
+    def _leave(self, call: RootCall, output: object, *, failed: bool) -> None:
+        """Takes that one call of the root is left, and ends the forward with the outermost one (hot path)."""
+        try:
+            if call.depth == 1 and call.flight is not None:
+                call.flight.ended(output, failed=failed)
+            if call.depth == 1 and call.backward_sync is not None and not failed:
+                call.backward_sync.watch(output)
+        finally:
+            call.depth -= 1
+            if call.depth == 0:
+                self._end(call, failed=failed)
 
     def _start(self, module: nn.Module) -> None:
         """Counts a root forward and has it measured where the sampler chose it."""

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.observe import stance as stance_module
+from torchinstruments.observe.capture import SampledForward
 from torchinstruments.observe.sampling import (
     AlwaysSampler,
     EveryNForwardsSampler,
@@ -418,3 +419,22 @@ def test_nothing_is_forced_in_a_program_that_never_loaded_the_compiler(
     monkeypatch.delitem(sys.modules, "torch._dynamo")
     model(X).sum().backward()
     assert {m.execution.value for m in session.outputs()} == {"eager"}
+
+
+def test_a_sample_that_fails_at_its_end_leaves_the_stance_all_the_same(
+    session: MemorySession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails in measuring costs the sample and nothing of the program's compiled code."""
+
+    def fails(*_: object) -> None:
+        raise OSError("no more")
+
+    model = compiled_blocks()
+    observe(model, session, sampler=EveryNForwardsSampler(2), force_eager=True)
+    monkeypatch.setattr(SampledForward, "returned", fails)
+    found = []
+    for _ in range(4):
+        model(X).sum().backward()
+        found.append(stance())
+    assert found == ["default"] * 4
+    assert {(error.probe, error.message) for error in session.errors} == {("forward", "no more")}
