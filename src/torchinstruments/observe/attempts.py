@@ -6,12 +6,12 @@ nothing but its few additions.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torchinstruments.observe.bypass import Bypass
 from torchinstruments.observe.faults import Faults
 from torchinstruments.ranks.clock import StepClock
-from torchinstruments.records import ClosedAttempt, GradSync, Outbox, Position
+from torchinstruments.records import GradSync, Outbox, Position
 
 __all__ = ["AttemptFeed"]
 
@@ -50,7 +50,7 @@ class AttemptFeed:
         with self._lock:
             started = self._clock.forward_started(grad_enabled=grad_enabled, now_s=now_s, now_us=now_us)
         if started.closed:
-            self._leave(started.closed)
+            self._session.put_attempts(started.closed)
         return started.position
 
     def forward_ended(self, grad_sync: GradSync, position: Position | None) -> None:
@@ -86,23 +86,25 @@ class AttemptFeed:
                 "ignored",
             )
             return False
-        self._leave(closed)
+        if closed:
+            self._session.put_attempts(closed)
         return True
 
     def step_left(self, *, failed: bool) -> None:
         """Takes that the program's attempt is over, by an exception too (training thread, hot path)."""
         with self._lock:
+            boundary = self._clock.boundary
             closed = self._clock.boundary_left(self._now(), failed=failed)
-        if not closed:
+        if closed:
+            self._session.put_attempts(closed)
+        if boundary is None or failed:
             return
-        self._session.put_attempts(closed)
-        record = closed[0].record
-        declared, seen = record.micro_batches_declared, record.micro_batches
-        if declared is not None and declared != seen and not failed:
+        declared, seen = boundary.micro_batches_declared, boundary.micro_batches
+        if declared is not None and declared != seen:
             self.notice(
                 "declared",
                 f"a block of Observer.step declared micro_batches={declared} and ran {seen} with gradients "
-                f"(attempt {record.attempt}, global_step {record.global_step}); both numbers are in the "
+                f"(attempt {boundary.attempt}, global_step {boundary.global_step}); both numbers are in the "
                 f"steps table, and of further blocks they are only there",
             )
 
@@ -112,15 +114,13 @@ class AttemptFeed:
         While the interpreter exits, another thread may still train: its next forward opens the next attempt.
         """
         with self._lock:
-            in_boundary = self._clock.in_boundary
             closed = self._clock.close(self._now())
-        if not in_boundary:
-            self._leave(closed)
-        elif closed:
+        if closed:
             self._session.put_attempts(closed)
 
     def tell_what_was_lost(self) -> None:
-        """Tells of steps that have no row (training thread, at the end)."""
+        """Tells of steps that have no row, or came without a forward (training thread, at the end)."""
+        self._bypass.steps_passed(self._clock.num_steps_without_forward)
         if dropped := self._clock.num_dropped_steps:
             sentence = f"{dropped} steps in one attempt were more than are kept"
             self._faults.report("optimizer", "", OverflowError(sentence))
@@ -140,9 +140,3 @@ class AttemptFeed:
     def disarm(self) -> None:
         """Makes it usable in a forked child, where the lock may be held for ever."""
         self._lock = threading.RLock()
-
-    def _leave(self, closed: Sequence[ClosedAttempt]) -> None:
-        """Leaves attempts that no block ended; in one, a model may be called between two steps."""
-        if closed:
-            self._bypass.attempts_closed(closed)
-            self._session.put_attempts(closed)

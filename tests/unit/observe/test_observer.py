@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Generator
@@ -137,11 +138,11 @@ class Marked:
         self.model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
         self.session = session
-        clock = StepClock()
-        watch = OptimizerWatch(clock, weakref.ref(self.model))
+        self.clock = StepClock()
+        watch = OptimizerWatch(self.clock, weakref.ref(self.model))
         self.observer: Observer = InertObserver()
         if observed:
-            self.observer = observe(self.model, session, policy=policy, clock=clock, companions=(watch,))
+            self.observer = observe(self.model, session, policy=policy, clock=self.clock, companions=(watch,))
 
     def micro_step(self, *, step: bool = True) -> None:
         """A forward, a backward, and the optimizer's step."""
@@ -340,6 +341,33 @@ def test_an_attempt_reaches_the_session_where_a_long_evaluation_begins(session: 
     assert (record.attempt, record.outcome, record.last_forward_index) == (0, Outcome.APPLIED, 0)
     places = [one.position for one in session.samples() if one.backward_index is None]
     assert [(one.attempt, one.forward_in_attempt) for one in places] == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_a_block_that_was_told_before_its_end_is_still_held_to_what_it_declared(
+    session: MemorySession,
+) -> None:
+    """Its end brings no further row then, and the notice all the same."""
+    marked = Marked(session)
+    block = marked.observer.step(global_step=3, micro_batches=1)
+    block.__enter__()
+    marked.micro_step(step=False)
+    marked.micro_step()
+    told = marked.clock.overdue(time.perf_counter() + 100.0)
+    with pytest.warns(RuntimeWarning, match=r"declared micro_batches=1 and ran 2 with gradients"):
+        block.__exit__(None, None, None)
+    assert [(one.record.global_step, one.record.micro_batches) for one in told] == [(3, 2)]
+    assert session.attempts == []
+
+
+def test_steps_without_a_forward_are_counted_though_some_were_told_before(session: MemorySession) -> None:
+    """What is told of them rests on the window, not on the rows that leave at its end."""
+    marked = Marked(session)
+    marked.micro_step()
+    assert len(marked.clock.overdue(time.perf_counter() + 100.0)) == 1
+    marked.optimizer.step()
+    with pytest.warns(RuntimeWarning, match="1 step of its optimizers came without a call of it"):
+        marked.observer.close()
+    assert [(one.optimizer, one.optimizer_attempt) for one in session.attempts] == [(0, 1)]
 
 
 class Odd(int):
