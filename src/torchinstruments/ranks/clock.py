@@ -10,10 +10,11 @@ already, the closure's first grad-enabled forward opens the next window and the 
 otherwise the step belongs to the open window, as one optimizer of several.
 
 A window that was stepped waits for its next window to be told, through evaluations and checkpoints of
-minutes. So it is told earlier: where an evaluation forward begins long after its last step, or by the writer thread,
-which asks now and then for what is overdue. It is told as it is then, while it stays open for positions and
-for further steps. Of a window that may still get micro-batches (a block of the program's, a step with a
-closure) or time (a backward in which optimizers step) nothing is overdue before it was quiet for as long.
+minutes. So it is told earlier: where an evaluation forward begins long after its last step, or by the writer
+thread, which asks now and then for what is overdue. It is told as it is then, while it stays open for
+positions and for further steps. Of a window that may still get micro-batches (a block of the program's, a
+step with a closure) or time (a backward in which optimizers step) nothing is overdue before it was quiet for
+as long.
 
 A program may say itself where a window begins and ends; then nothing else opens or closes one in between.
 Beyond such a boundary no window is open until the next grad-enabled forward or the next boundary.

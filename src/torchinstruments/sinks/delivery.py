@@ -443,7 +443,7 @@ class Delivery:
             self._hand_over_sample(item)
 
     def _fetch_overdue(self) -> None:
-        """Fetches attempts that wait for their end, behind those that ended; for an update they waited too."""
+        """Fetches attempts that wait for their end, behind those that ended; they have waited enough."""
         if self._overdue is None:
             return
         try:
