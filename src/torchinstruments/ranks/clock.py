@@ -579,7 +579,7 @@ class StepClock:
                 step.lr = prepared.lr
                 window.steps.append(step)
         if window.steps:
-            if not window.explicit:
+            if len(window.steps) > 1 and not window.explicit:
                 self.num_steps_without_forward += len(window.steps) - len({one.key for one in window.steps})
             return window.take_records(self._device)
         outcome, evidence = Outcome.UNKNOWN, Evidence.NONE
