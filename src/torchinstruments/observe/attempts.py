@@ -6,6 +6,7 @@ nothing but its few additions.
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from torchinstruments.observe.bypass import Bypass
@@ -38,6 +39,8 @@ class AttemptFeed:
         # A signal handler may run the model while its thread is in here.
         self._lock = threading.RLock()
         self._noticed: set[str] = set()
+        # Whoever could still tell the end of a block holds this: a `with` statement, or the program.
+        self._block: weakref.ref[object] | None = None
 
     @property
     def is_before_every_step(self) -> bool:
@@ -68,27 +71,50 @@ class AttemptFeed:
         with self._lock:
             self._clock.backward_ended(self._now())
 
-    def step_entered(self, global_step: int | None, micro_batches: int | None) -> bool:
+    def step_entered(self, block: object, global_step: int | None, micro_batches: int | None) -> bool:
         """Takes that an attempt begins because the program says so (training thread, hot path).
+
+        Args:
+            block: Will tell its end. Where it is gone without that, the next block ends it.
+            global_step: The caller's number.
+            micro_batches: The caller's number.
 
         Returns:
             Whether its end is to be told, by `step_left`; not that of one inside another one.
         """
         now_us = time.time_ns() // 1000
+        if self._clock.in_boundary and self._block is not None and self._block() is None:
+            self.step_left(failed=False)
+            self.notice(
+                "never left",
+                "a block of Observer.step was entered and never left; it ended where the next one began",
+            )
         with self._lock:
             closed = self._clock.boundary_entered(
                 self._now(), now_us, global_step=global_step, micro_batches_declared=micro_batches
             )
         if closed is None:
+            self._notice_ignored()
+            return False
+        self._block = weakref.ref(block)
+        if closed:
+            self._session.put_attempts(closed)
+        return True
+
+    def _notice_ignored(self) -> None:
+        """Tells that a block was entered where none can begin."""
+        if self._clock.in_boundary:
             self.notice(
                 "nested",
                 "a block of Observer.step was entered inside another one, which goes on; the inner one is "
                 "ignored",
             )
-            return False
-        if closed:
-            self._session.put_attempts(closed)
-        return True
+        else:
+            self.notice(
+                "in step",
+                "a block of Observer.step was entered inside optimizer.step(closure), whose attempt goes on "
+                "when it is left; it is ignored: put it around the step",
+            )
 
     def step_left(self, *, failed: bool) -> None:
         """Takes that the program's attempt is over, by an exception too (training thread, hot path)."""

@@ -151,6 +151,11 @@ class Marked:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
+    def micro_loss(self) -> float:
+        """A closure."""
+        self.micro_step(step=False)
+        return 0.0
+
     def blocks(self, times: int = 1, *, error: BaseException | None = None, **numbers: Any) -> None:
         """Micro-steps in blocks of their own; one that is to raise does so in place of its step."""
         for _ in range(times):
@@ -368,6 +373,50 @@ def test_steps_without_a_forward_are_counted_though_some_were_told_before(sessio
     with pytest.warns(RuntimeWarning, match="1 step of its optimizers came without a call of it"):
         marked.observer.close()
     assert [(one.optimizer, one.optimizer_attempt) for one in session.attempts] == [(0, 1)]
+
+
+def test_a_block_inside_a_step_is_ignored_and_told_once(session: MemorySession) -> None:
+    """The attempt is that of the step, which was applied; around the step it has the caller's number."""
+    marked = Marked(session)
+
+    def closure() -> float:
+        with marked.observer.step(7):
+            return marked.micro_loss()
+
+    with pytest.warns(RuntimeWarning, match=r"inside optimizer.step\(closure\).* put it around the step"):
+        marked.optimizer.step(closure)
+    marked.optimizer.step(closure)
+    assert len(marked.notices()) == 1
+    with marked.observer.step(9):
+        marked.optimizer.step(marked.micro_loss)
+    marked.observer.close()
+    told = [(one.attempt, one.optimizer, one.micro_batches, one.global_step) for one in session.attempts]
+    assert told == [(0, 0, 1, None), (1, 0, 1, None), (2, 0, 1, 9)]
+    assert {one.outcome for one in session.attempts} == {Outcome.APPLIED}
+
+
+def test_a_block_that_is_gone_without_its_end_ends_where_the_next_one_begins(session: MemorySession) -> None:
+    """However it was entered by hand; one that somebody still holds goes on."""
+    marked = Marked(session)
+    held = marked.observer.step(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in (1, 2):
+            held.__enter__()
+            marked.micro_step()
+            held = marked.observer.step(number)
+        marked.observer.step(3).__enter__()
+        marked.micro_step()
+        with marked.observer.step(4):
+            marked.observer.step(5).__enter__()
+            marked.micro_step()
+        marked.micro_step()
+        marked.observer.close()
+    assert len(caught) == len(marked.notices()) == 2
+    assert "entered and never left; it ended where the next one began" in marked.notices()[0]
+    assert "inside another one" in marked.notices()[1]
+    told = [(one.attempt, one.global_step, one.outcome) for one in session.attempts]
+    assert told == [(at, number, Outcome.APPLIED) for at, number in enumerate((0, 1, 3, 4, None))]
 
 
 class Odd(int):
