@@ -201,8 +201,10 @@ class StepClock:
             The records of the window that it closed; None inside another boundary, which goes on, and inside
             a step, whose attempt could not end with it.
         """
+        if self._in_boundary:
+            return None
         self._drop_aborted_step(now_s)
-        if self._in_boundary or self._running is not None:
+        if self._running is not None:
             return None
         self._timer.settle_backward(now_s, self._window, self._running)
         closed = self._close_window()
