@@ -508,6 +508,8 @@ class StepClock:
         if window.explicit or self._running is not None or timer.is_in_backward:
             declared = window.micro_batches_declared
             awaits_more = declared is not None and window.micro_batches < declared
+            # The gap before a block in which nothing but a skip was seen is not known yet.
+            awaits_more |= not window.has_begun
             if awaits_more or timer.is_busy or last_event_s > until_s:
                 return ()
         # A record is made of what several events wrote: none may have come in between.

@@ -135,6 +135,7 @@ def test_every_second_is_in_the_phase_that_the_history_gives_it(program):
 
 @settings(max_examples=250, deadline=None)
 @given(programs(), st.integers(0, 5), st.lists(st.floats(0.0, 4.0), max_size=30))
+@example([_TRAINED, ("block", None, [("skip", 0), ("forward", False, GradSync.SYNCED)], False)], 0, [0.0] * 4)
 def test_windows_that_are_told_early_say_the_same_of_their_steps_and_nothing_twice(
     program, told_after_s, fetches
 ):
