@@ -26,6 +26,7 @@ class MergePlan:
         inventory: What lies in them.
         tasks: One a rank that left anything, by rank.
         asked_ranks: The ranks that the caller wants merged, None for all.
+        is_second: Whether this is the second try, which takes what it finds.
     """
 
     sources: tuple[Source, ...]
@@ -33,6 +34,7 @@ class MergePlan:
     inventory: Inventory
     tasks: tuple[RankTask, ...]
     asked_ranks: frozenset[int] | None
+    is_second: bool = False
 
     @property
     def token(self) -> str:
@@ -44,6 +46,8 @@ def plan_merge(
     urls: Sequence[str],
     storage_options: Mapping[str, object] | None,
     ranks: Collection[int] | None,
+    *,
+    is_second: bool = False,
 ) -> MergePlan:
     """Lists the folders of one run.
 
@@ -51,6 +55,7 @@ def plan_merge(
         urls: At least one folder; the same one twice counts once.
         storage_options: In fsspec's dialect.
         ranks: The ranks to merge, None for all.
+        is_second: Whether a first try met files that went away, or were damaged where it did not look.
 
     Raises:
         ConfigurationError: There is no URL, one that cannot work, or none of the chosen ranks left anything.
@@ -86,8 +91,9 @@ def plan_merge(
             sources=tuple(sources),
             parts=found.parts,
             generations={one.manifest.process: one.manifest.generation for one in found.manifests},
+            reads_all_columns=is_second,
         )
         for rank, found in inventory.ranks.items()
         if asked is None or rank in asked
     )
-    return MergePlan(tuple(sources), tuple(storages), inventory, tasks, asked)
+    return MergePlan(tuple(sources), tuple(storages), inventory, tasks, asked, is_second)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from torchinstruments.errors import RunFormatError
 from torchinstruments.records import RunRecord
+from torchinstruments.store import layout
 from torchinstruments.store.catalog import ModuleCatalog, decode_catalog
 from torchinstruments.store.documents import UnusableFileError, decode_document, read_document, read_run
 from torchinstruments.store.found import (
@@ -48,7 +49,8 @@ def take_inventory(*storages: Storage) -> Inventory:
         StorageError: A store refused or did not answer.
     """
     files = [locate(source, info) for source, storage in enumerate(storages) for info in storage.walk()]
-    runs = [read_run(storage) for storage in storages]
+    sizes = {file.source: file.info.size_bytes for file in files if file.info.path == layout.RUN_FILE}
+    runs = [read_run(storage, sizes.get(source, 0)) for source, storage in enumerate(storages)]
     _require_one_run(storages, runs)
     sorter = FileSorter(run_id=runs[0].run_id, storages=storages)
     times = [file.info.modified_at for file in files if sorter.belongs(file)]

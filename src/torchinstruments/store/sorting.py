@@ -26,6 +26,7 @@ _READERS = 16
 BEYOND_MANIFEST = "beyond_manifest"
 """Why a part is set aside that its process, which has closed, never counted."""
 
+_FOLDER = "unreadable: it is a folder"
 _UNKNOWN_GENERATION = 2**31
 _PARTS = ".parts"
 _KNOWN_FILES = ("result.json", "index.md", "history.parquet")
@@ -86,7 +87,7 @@ class FileSorter:
         self._part_files: list[tuple[LocatedFile, str, layout.PartName]] = []
         self._manifests: dict[str, list[ManifestFile]] = {}
         self._generations: list[GenerationRecord] = []
-        self._beyond: set[SetAside] = set()
+        self._not_files: set[SetAside] = set()
 
     def belongs(self, file: LocatedFile) -> bool:
         """Takes a file if it is of this run, and tells whether it did."""
@@ -94,11 +95,16 @@ class FileSorter:
         if inside and (file.info.is_folder or "/" in rest):
             self._note_folder(file.source, f"{above}{inside}{rest.partition('/')[0]}")
             return False
+        folder_of_document = _folder_of_document(file)
+        if folder_of_document:
+            # Known by its own entry, and behind a network only by what lies in it.
+            self._not_files.add(SetAside(file.source, folder_of_document, _FOLDER))
+            return False
         if file.info.is_folder:
             return False
         top = file.info.path.partition("/")[0]
         if top != file.name and layout.is_rank_folder_beyond(top):
-            self._beyond.add(
+            self._not_files.add(
                 SetAside(file.source, top, f"misplaced: there is no rank above {layout.MAX_RANK}")
             )
             return False
@@ -148,7 +154,7 @@ class FileSorter:
 
     def read_documents(self) -> None:
         """Reads manifests and generations, several at a time where they lie behind a network."""
-        self.set_aside += self._beyond
+        self.set_aside += self._not_files
         is_local = all(storage.is_local for storage in self._storages)
         files = [*self._manifest_files, *self._generation_files]
         for file, document in zip(files, map_over_network(self._read, files, is_local=is_local), strict=True):
@@ -183,6 +189,9 @@ class FileSorter:
             raise UnusableFileError("misplaced", f"it is of process {manifest.process}")
         if not 0 <= manifest.rank <= layout.MAX_RANK:
             raise UnusableFileError("schema_mismatch", f"its rank is {manifest.rank}")
+        if not 0 <= manifest.generation < _UNKNOWN_GENERATION:
+            raise UnusableFileError("schema_mismatch", f"its generation is {manifest.generation}")
+        _check_tables(manifest)
         named = layout.parse_rank_folder(file.folder)
         if named is not None and named != manifest.rank:
             raise UnusableFileError("misplaced", f"it is of rank {manifest.rank}")
@@ -275,6 +284,35 @@ class FileSorter:
             return named
         found = self._manifests.get(process)
         return found[0].manifest.rank if found else 0
+
+
+def _folder_of_document(file: LocatedFile) -> str:
+    """Returns the folder on the way to an entry that stands where a document is due, ``""`` for none."""
+    segments = file.info.path.split("/")
+    if not file.info.is_folder:
+        segments.pop()
+    for depth in (1, 2):
+        *above, name = segments[:depth] or [""]
+        if len(above) != depth - 1:
+            break
+        is_document = layout.parse_manifest(name) is not None or layout.parse_modules(name) is not None
+        if above == [layout.GENERATIONS]:
+            is_document = layout.parse_generation(name) is not None
+        elif above and layout.parse_rank_folder(above[0]) is None:
+            break
+        if is_document:
+            return "/".join((*above, name))
+    return ""
+
+
+def _check_tables(manifest: Manifest) -> None:
+    """Refuses a manifest that speaks of other tables than ours, a path elsewhere among them."""
+    for table, state in manifest.tables.items():
+        if table not in layout.TABLES:
+            raise UnusableFileError("schema_mismatch", f"it has a table {table!r}")
+        counts = (state.next_part, state.rows, state.bytes, state.rows_in_spool, state.rows_dropped)
+        if min(*counts, *state.missing) < 0:
+            raise UnusableFileError("schema_mismatch", f"a count of {table} is below 0")
 
 
 def _is_known(name: str) -> bool:

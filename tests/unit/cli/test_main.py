@@ -248,7 +248,7 @@ def test_interrupted_by_the_user(
     """Ctrl-C exits with 130 and says nothing."""
     run = whole_run(tmp_path / "run")
 
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(engine, "plan_merge", interrupt)
