@@ -67,15 +67,11 @@ def plan_merge(
     for url in urls:
         check_url(url)
     token = uuid.uuid4().hex
-    sources: list[Source] = []
-    storages: list[Storage] = []
-    for number, url in enumerate(dict.fromkeys(urls)):
-        source = Source(url, storage_options, token, number)
-        storage = opened(source)
-        if storage.url not in {known.url for known in storages}:
-            sources.append(source)
-            storages.append(storage)
-    inventory = take_inventory(*storages)
+    every = [Source(url, storage_options, token, number) for number, url in enumerate(dict.fromkeys(urls))]
+    by_storage = {id(storage): source for source in every for storage in [opened(source)]}
+    inventory = take_inventory(*(opened(source) for source in every))
+    storages = inventory.storages
+    sources = tuple(by_storage[id(storage)] for storage in storages)
     asked = None if ranks is None else frozenset(ranks)
     if asked is not None and asked.isdisjoint(inventory.ranks):
         raise ConfigurationError(
@@ -88,7 +84,7 @@ def plan_merge(
             rank=rank,
             run_id=inventory.run.run_id,
             window=max(1, window),
-            sources=tuple(sources),
+            sources=sources,
             parts=found.parts,
             generations={one.manifest.process: one.manifest.generation for one in found.manifests},
             reads_all_columns=is_second,
@@ -96,4 +92,4 @@ def plan_merge(
         for rank, found in inventory.ranks.items()
         if asked is None or rank in asked
     )
-    return MergePlan(tuple(sources), tuple(storages), inventory, tasks, asked, is_second)
+    return MergePlan(sources, storages, inventory, tasks, asked, is_second)

@@ -20,13 +20,16 @@ from torchinstruments.store.found import CatalogFile, ManifestFile, PartFile, Ra
 from torchinstruments.store.manifest import Manifest, decode_manifest
 from torchinstruments.store.storage import FileInfo, Storage
 
-__all__ = ["BEYOND_MANIFEST", "FileSorter", "LocatedFile", "locate", "map_over_network"]
+__all__ = ["BEYOND_MANIFEST", "DUPLICATE", "FileSorter", "LocatedFile", "locate", "map_over_network"]
 
 _READERS = 16
 BEYOND_MANIFEST = "beyond_manifest"
 """Why a part is set aside that its process, which has closed, never counted."""
 
 _FOLDER = "unreadable: it is a folder"
+DUPLICATE = "duplicate"
+"""Why a part is set aside that lies in another folder too, with the same size."""
+
 _UNKNOWN_GENERATION = 2**31
 _PARTS = ".parts"
 _KNOWN_FILES = ("result.json", "index.md", "history.parquet")
@@ -244,7 +247,10 @@ class FileSorter:
             )
             first = seen.setdefault((table, name.process, name.sequence), part)
             if first is not part:
-                self.set_aside.append(SetAside(part.source, part.path, "duplicate"))
+                # A part never changes, so that a copy of another size is one that was cut off.
+                whole = first.size_bytes == part.size_bytes
+                reason = DUPLICATE if whole else f"truncated: a copy of it has {first.size_bytes} bytes"
+                self.set_aside.append(SetAside(part.source, part.path, reason))
         for key, part in list(seen.items()):
             if self._is_beyond_manifest(part):
                 self.set_aside.append(SetAside(part.source, part.path, BEYOND_MANIFEST))
