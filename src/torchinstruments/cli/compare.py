@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from torchinstruments.cli.command import Command, add_reading_arguments, storage_options
-from torchinstruments.cli.console import count_text, print_table
+from torchinstruments.cli.console import count_text, print_table, shown_text
 from torchinstruments.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -112,12 +112,12 @@ def _print_comparison(compared: "RunComparison", file: TextIO) -> None:
         print(_side_text(side.upper(), _record(result[side])), file=file)
     is_by_rank = result["compared_by"] == "rank"
     for name, text in (*_series_lines(result), *_layer_lines(_record(result["layers"]))):
-        print(f"  {name:<12} {text}", file=file)
+        print(f"  {name:<12} {shown_text(text)}", file=file)
     for name in ("lost_values", "gained_values"):
         for text in _one_sided_lines(result, name):
-            print(f"  {name.replace('_', ' '):<12} {text}", file=file)
+            print(f"  {name.replace('_', ' '):<12} {shown_text(text)}", file=file)
     for condition in _records(result["conditions"]):
-        print(f"  {'condition':<12} {_condition_text(condition)}", file=file)
+        print(f"  {'condition':<12} {shown_text(_condition_text(condition))}", file=file)
     _print_largest(result, file, is_by_rank=is_by_rank)
 
 

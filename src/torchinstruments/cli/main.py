@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from torchinstruments._version import __version__
 from torchinstruments.cli import compare, merge, status
+from torchinstruments.cli.console import shown_text
 from torchinstruments.errors import TorchInstrumentsError
 
 __all__ = ["COULD_NOT", "INTERRUPTED", "main"]
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sentence(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return shown_text(" ".join(str(error).split()), 4000) or type(error).__name__
 
 
 def _parser() -> argparse.ArgumentParser:

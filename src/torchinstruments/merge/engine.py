@@ -69,7 +69,8 @@ def merge_run(
         ranks: The ranks to merge, None for all.
         inline_ranks: With at most so many ranks, each rank's own summaries stand in ``result.json``; with
             more, only in ``summary.parquet``.
-        progress: Called after each rank with the ranks done and all ranks.
+        progress: Called after each rank with the ranks done and all ranks; from the first one again where
+            files changed or went away, and the merge begins anew.
         executor: Where ranks are read; else threads of this process. It stays open.
 
     Raises:

@@ -105,12 +105,14 @@ def test_layers_and_values_that_came_and_went(tmp_path: Path, capsys: pytest.Cap
     first = whole_run(tmp_path / "a", 1)
     second = whole_run(tmp_path / "b", 1, run_id="run-b")
     rows = [{"sample_id": one, "value": None, "unavailable_reason": "overflow"} for one in range(4)]
-    second.history(0, [*rows, {"sample_id": 0, "layer": "[red]new[/]", "value": 1.0}], process_of(0))
+    second.history(
+        0, [*rows, {"sample_id": 0, "layer": "[red]new[/]\x1b[31m\n", "value": 1.0}], process_of(0)
+    )
     for run in (first, second):
         merge_run(run.url)
     assert main(["compare", first.url, second.url, "--max-change", "mean=1"]) == 3
     out = capsys.readouterr().out
-    assert "  added        1 layer: [red]new[/]" in out
+    assert "  added        1 layer: [red]new[/]\\x1b[31m\\n" in out
     assert "  lost values  1 series, first fc output mean on rank 0" in out
     assert "  condition    mean by at most 1: MET, 1 series lost the value" in out
     assert "  only in B    1 series" in out
