@@ -125,6 +125,19 @@ def test_a_copy_of_a_part_that_was_cut_off_is_named(tmp_path: Path) -> None:
     assert result["layers"][0]["tensors"][0]["statistics"][0]["ranks"]["1"]["observations"] == 4
 
 
+def test_more_folders_than_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each host of a large job has one; stores are opened anew where too many are open."""
+    monkeypatch.setattr("torchinstruments.merge.sources._MAX_OPEN", 2)
+    runs = [RunFolder(tmp_path / f"host{rank}", world_size=6).run() for rank in range(6)]
+    runs[3].generation()
+    for rank, run in enumerate(runs):
+        whole_rank(run, rank)
+    merged = merge_run(*(run.url for run in runs), f"{runs[0].url}/")
+    result: Any = merged.result
+    assert (result["run"]["folders"], result["coverage"]["present_ranks"]) == (6, [0, 1, 2, 3, 4, 5])
+    assert merged.summary()["latest_value"].to_list() == [10.0 * rank + 3 for rank in range(6)]
+
+
 @pytest.mark.parametrize("what", ["nothing", "another run", "a merged folder", "a file"])
 def test_one_folder_that_cannot_be(tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The sentence names the folder that is wrong, not the first one, and nothing is written."""

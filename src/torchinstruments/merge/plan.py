@@ -68,10 +68,15 @@ def plan_merge(
         check_url(url)
     token = uuid.uuid4().hex
     every = [Source(url, storage_options, token, number) for number, url in enumerate(dict.fromkeys(urls))]
-    by_storage = {id(storage): source for source in every for storage in [opened(source)]}
-    inventory = take_inventory(*(opened(source) for source in every))
+    given = [opened(source) for source in every]
+    inventory = take_inventory(*given)
     storages = inventory.storages
-    sources = tuple(by_storage[id(storage)] for storage in storages)
+    # The same folder by another name is not among them.
+    sources = tuple(
+        source
+        for source, storage in zip(every, given, strict=True)
+        if any(storage is one for one in storages)
+    )
     asked = None if ranks is None else frozenset(ranks)
     if asked is not None and asked.isdisjoint(inventory.ranks):
         raise ConfigurationError(
