@@ -281,7 +281,9 @@ class RunFolder:
         target = self.root / layout.part_file(self.folder(rank), table, process, sequence)
         target.parent.mkdir(parents=True, exist_ok=True)
         arrow = pa.Table.from_pylist(complete, schema=columns)
-        with pq.ParquetWriter(target, columns, store_schema=False, compression="zstd") as writer:
+        with pq.ParquetWriter(
+            target, columns, store_schema=False, compression="zstd", write_page_checksum=True
+        ) as writer:
             writer.write_table(arrow, row_group_size=30_000)
             writer.add_key_value_metadata(schema.metadata(**entries))
         return target

@@ -1,4 +1,4 @@
-"""The page on the result names every field of the sections that hold rank beside rank."""
+"""The page on the result names every field of every document, and every column of the merged tables."""
 
 import re
 from collections.abc import Iterator
@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
-from merge.run_folder import RunFolder, process_of
+from merge.run_folder import START, RunFolder, process_of, whole_run
+from merge.schema_checks import field_names, problems
 from torchinstruments.merge.engine import merge_run
+from torchinstruments.merge.entries import SUMMARY_SCHEMA
 from torchinstruments.merge.steps import STEPS_SCHEMA
-from torchinstruments.records import Member, ModuleRecord
+from torchinstruments.records import Counters, ErrorRecord, Member, ModuleRecord
+from torchinstruments.store.json_schemas import json_schema
+from torchinstruments.store.manifest import TableState
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "result-format.md").read_text()
-BY_TEXT = {"reasons", "ranks_missing", "rows_in_spool", "by_phase"}
-"""Records whose keys are data, not fields."""
 
 
 @pytest.fixture
@@ -36,33 +38,100 @@ def result(tmp_path: Path) -> dict[str, Any]:
         row = {"sample_id": 0, "metric": "nonfinite_fraction", "value": float(rank == 2)}
         run.history(rank, [row | {"attempt": rank}], process)
     run.write("rank-000/history.parts/part-0000000a-000001.parquet", b"")
+    error = ErrorRecord("reducer", "fc", "ValueError", "no", START.isoformat())
+    lost = {"history": TableState(next_part=4)}
+    run.manifest(0, process_of(0), errors=(error,), counters=Counters(errors={"reducer": 1}), tables=lost)
+    run.manifest(1, "000000f1")
+    run.samples(2, [{"sample_id": 9, "rank": 7}], process_of(2))
     found: Any = merge_run(run.url).result
     return found
 
 
-def fields(value: object, name: str = "") -> Iterator[str]:
-    """Yields every field of a section."""
+def named_in(heading: str) -> set[str]:
+    """Returns the words in code in the part of the page below a heading."""
+    _, found, rest = PAGE.partition(f"\n## {heading}\n")
+    assert found, heading
+    part = rest.partition("\n## ")[0]
+    return {word for code in re.findall(r"`([^`]+)`", part) for word in re.findall(r"\w+", code)}
+
+
+SECTIONS = sorted(set(json_schema("result")["properties"]) - {"schema_version"})  # type: ignore[call-overload]
+DOCUMENTS = {
+    "run": "run.json",
+    "generation": "generations/NNN.json",
+    "manifest": "process-*.json",
+    "modules": "modules-*.json",
+    "rank_result": "result.json of a rank",
+    "comparison": "Two runs",
+}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_field_of_a_section_is_on_the_page(section: str) -> None:
+    """Each field that the schema allows stands in the part of the page that has the section's name."""
+    schema: Any = json_schema("result")
+    allowed = set(field_names(schema["properties"][section], schema["$defs"]))
+    if section == "layers":
+        allowed -= set(field_names(schema["$defs"]["summary"], schema["$defs"]))  # told once, of a rank
+    assert len(allowed) > 5
+    assert allowed - named_in(section) == set()
+
+
+@pytest.mark.parametrize(("name", "heading"), DOCUMENTS.items())
+def test_every_field_of_a_document_is_on_the_page(name: str, heading: str) -> None:
+    """Each field that the schema allows stands below the document's heading."""
+    schema: Any = json_schema(name)
+    allowed = set(field_names(schema, schema.get("$defs", {})))
+    assert len(allowed) > 4
+    assert allowed - named_in(heading) == set()
+
+
+def test_what_a_merge_writes_has_the_shape_of_the_schema(result: dict[str, Any]) -> None:
+    """In a run in which everything is found; a field more or less, or another type, is noticed."""
+    assert problems("result", result) == []
+    assert problems("result", result | {"more": 1})
+    assert problems("result", {key: value for key, value in result.items() if key != "layers"})
+    steps = result["steps"]
+    assert problems("result", result | {"steps": steps | {"compared_attempts": "many"}})
+    assert problems("result", result | {"steps": steps | {"ranks": [steps["ranks"][0] | {"mean": 1.0}]}})
+
+
+def test_every_field_of_the_schema_occurs(result: dict[str, Any]) -> None:
+    """No field is described that no merge writes."""
+    schema: Any = json_schema("result")
+    allowed = set(field_names(schema, schema["$defs"]))
+    assert allowed - set(keys(result)) == {"ranks_in", "ranks_differ_in"}
+
+
+def keys(value: object) -> Iterator[str]:
+    """Yields every name in a document."""
     if isinstance(value, dict):
-        for key, inner in value.items():
-            if name not in BY_TEXT:
-                yield key
-            yield from fields(inner, key)
+        yield from value
+        for inner in value.values():
+            yield from keys(inner)
     elif isinstance(value, list):
         for inner in value:
-            yield from fields(inner, name)
+            yield from keys(inner)
 
 
-@pytest.mark.parametrize(
-    "section", ["coverage", "generations", "steps", "replicas", "first_nonfinite", "own_work"]
-)
-def test_every_field_is_on_the_page(result: dict[str, Any], section: str) -> None:
-    """Each field stands in the part of the page that has the section's name."""
-    _, _, rest = PAGE.partition(f"\n## {section}\n")
-    part = rest.partition("\n## ")[0]
-    named = {word for code in re.findall(r"`([^`]+)`", part) for word in re.findall(r"\w+", code)}
-    found = set(fields(result[section]))
-    assert len(found) > 5
-    assert found - named == set()
+def test_beyond_inline_ranks_and_without_manifests_too(tmp_path: Path) -> None:
+    """A large world, a rank without a manifest, and ranks that differ have shapes of their own."""
+    run = whole_run(tmp_path / "run", 3)
+    (run.root / f"rank-002/process-{process_of(2)}.json").unlink()
+    run.history(1, [{"sample_id": 0, "value": 1.0, "shape": "2x2"}], process_of(1))
+    document = dict(merge_run(run.url, inline_ranks=1).result)
+    assert problems("result", document) == []
+    assert {"ranks_in", "ranks_differ_in"} <= set(keys(document))
+    empty = RunFolder(tmp_path / "empty").run()
+    assert problems("result", dict(merge_run(empty.url).result)) == []
+
+
+def test_every_column_of_the_summary_is_on_the_page() -> None:
+    """The page lists the columns of summary.parquet, and no other."""
+    _, _, rest = PAGE.partition("\n## summary.parquet\n")
+    rows = rest.partition("\n## ")[0]
+    listed = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", rows, re.MULTILINE)))
+    assert sorted(listed) == sorted(SUMMARY_SCHEMA.names)
 
 
 def test_every_column_of_the_table_is_on_the_page() -> None:

@@ -327,20 +327,28 @@ def test_only_so_many_attempts_stand_inline(tmp_path: Path, monkeypatch: pytest.
     assert table["place"].to_list() == [0, 1] * 2500
 
 
-def test_a_part_that_changes_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that could be read and then is gone stops the merge with its name."""
-    run = whole(tmp_path / "run", 2)
-    part = None
-    for rank in range(2):
-        part = run.steps(rank, [{"attempt": 0, "micro_batches": 1 + rank}], process_of(rank))
+def test_a_part_that_goes_away_meanwhile_has_the_merge_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that was read and then is gone counts nowhere; where more go, the merge stops with a name."""
+    run = whole(tmp_path / "run", 3)
+    rows = [[{"attempt": 0, "micro_batches": 1 + rank}] for rank in range(3)]
+    parts = [run.steps(rank, rows[rank], process_of(rank)) for rank in range(3)]
     compare = engine.compare_steps
+    doomed = parts[2:]
 
     def vanish(task: Any) -> Any:
-        assert part is not None
-        part.unlink()
+        if doomed:
+            doomed.pop().unlink()
         return compare(task)
 
     monkeypatch.setattr(engine, "compare_steps", vanish)
-    with pytest.raises(StorageError, match=r"rank-001/steps.parts/.* merge again"):
+    section = steps_of(run)
+    assert section["ranks_without_steps"] == "2"
+    assert [one["ranks"] for one in section["first_disagreement"]["differences"][0]["values"]] == ["0", "1"]
+    before = (run.root / "merged" / "result.json").read_bytes()
+    run.steps(2, rows[2], process_of(2))
+    doomed = parts[1:]
+    with pytest.raises(StorageError, match=r"rank-001/steps.parts/.* is gone: .* merge again"):
         merge_run(run.url)
-    assert not (run.root / "merged").exists()
+    assert (run.root / "merged" / "result.json").read_bytes() == before

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torchinstruments.errors import ConfigurationError
 
-__all__ = ["Command", "add_place_arguments", "storage_options"]
+__all__ = ["Command", "add_place_arguments", "add_reading_arguments", "storage_options"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,11 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="the run's folder: a path or an fsspec URL; several where each host has its own",
     )
+    add_reading_arguments(parser)
+
+
+def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares storage options and ``--json``."""
     parser.add_argument(
         "--storage-options",
         metavar="JSON",

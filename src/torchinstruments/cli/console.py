@@ -1,6 +1,7 @@
 """What people see: tables and progress, with rich on a terminal and as plain lines elsewhere.
 
-Names of layers and hosts are shown as they are, never read as markup.
+Names of layers and hosts are anybody's text: never read as markup, without control characters, and shortened
+where they would fill the screen.
 """
 
 import sys
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Self, TextIO
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["ProgressLine", "age_text", "count_text", "print_table"]
+__all__ = ["ProgressLine", "age_text", "count_text", "print_table", "shown_text"]
 
 _PLAIN_WIDTH = 200
+_MAX_SHOWN_CHARACTERS = 1000
+_MAX_CELL_CHARACTERS = 200
 
 
 class ProgressLine:
@@ -81,8 +84,18 @@ def print_table(
             Text(heading), justify="left" if place < num_text_columns else "right", overflow="fold"
         )
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(shown_text(cell, _MAX_CELL_CHARACTERS)) for cell in row))
     console.print(table)
+
+
+def shown_text(text: str, max_characters: int = _MAX_SHOWN_CHARACTERS) -> str:
+    r"""Returns a text as a line can show it: control characters as ``\x1b``, a long one without middle."""
+    if len(text) > max_characters:
+        half = max_characters // 2
+        text = f"{text[:half]}...{text[-half:]}"
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def count_text(number: int, singular: str, plural: str = "") -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from torchinstruments.cli.console import count_text
+from torchinstruments.cli.console import count_text, shown_text
 from torchinstruments.errors import RunFormatError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def print_runs_beside(folders: Folders, file: TextIO) -> None:
     ids = folders.runs_beside
     if not ids:
         return
-    named = ", ".join(ids[:_MAX_NAMED_RUNS])
+    named = shown_text(", ".join(ids[:_MAX_NAMED_RUNS]))
     more = f" and {len(ids) - _MAX_NAMED_RUNS:,} more" if len(ids) > _MAX_NAMED_RUNS else ""
     verb, where = ("lies", "") if len(ids) == 1 else ("lie", "each ")
     print(

@@ -1,8 +1,8 @@
 """The ``torchinstruments`` command: one module a subcommand, loaded when it is called.
 
-Exit codes: 0 complete, 1 done but something is missing or set aside, 2 could not, 130 interrupted by the
-user. With ``--json`` standard output carries one JSON document and nothing else. A mistake of the user gets
-one sentence.
+Exit codes: 0 complete, 1 done but something is missing or set aside, 2 could not, 3 a condition of
+``compare`` was met, 130 interrupted by the user. With ``--json`` standard output carries one JSON document
+and nothing else. A mistake of the user gets one sentence.
 """
 
 import argparse
@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from torchinstruments._version import __version__
-from torchinstruments.cli import merge, status
+from torchinstruments.cli import compare, merge, status
+from torchinstruments.cli.console import shown_text
 from torchinstruments.errors import TorchInstrumentsError
 
 __all__ = ["COULD_NOT", "INTERRUPTED", "main"]
@@ -22,7 +23,7 @@ COULD_NOT = 2
 INTERRUPTED = 130
 """Exit code: the user pressed Ctrl-C."""
 
-_COMMANDS = (merge.COMMAND, status.COMMAND)
+_COMMANDS = (merge.COMMAND, status.COMMAND, compare.COMMAND)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,14 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sentence(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return shown_text(" ".join(str(error).split()), 4000) or type(error).__name__
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchinstruments",
         description="Reads what the ranks of a training job left, in a local folder or an object store.",
-        epilog="exit codes: 0 complete, 1 done but something is missing or set aside, 2 could not",
+        epilog="exit codes: 0 complete, 1 done but something is missing or set aside, 2 could not, "
+        "3 a condition of compare was met",
     )
     parser.add_argument("--version", action="version", version=f"torchinstruments {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from torchinstruments.cli.command import Command, add_place_arguments, storage_options
-from torchinstruments.cli.console import ProgressLine, count_text, print_table
+from torchinstruments.cli.console import ProgressLine, count_text, print_table, shown_text
 from torchinstruments.cli.findings import finding_lines
 from torchinstruments.cli.folders import open_folders, print_runs_beside
 
@@ -79,7 +79,7 @@ def _print_summary(merged: "MergeResult", file: TextIO) -> int:
     samples = sum(_integer(process["samples"]) for process in processes)
     print(f"run {run['run_id']}: {_headline(samples, is_complete=merged.complete)}", file=file)
     for name, text in (*finding_lines(merged.result), *_coverage_lines(coverage)):
-        print(f"  {name:<12} {text}", file=file)
+        print(f"  {name:<12} {shown_text(text)}", file=file)
     print(f"  {'read':<12} {count_text(rows, 'row')} of {count_text(samples, 'sample')}", file=file)
     print(f"  {'result':<12} {merged.url.rstrip('/')}/result.json", file=file)
     _print_widest(merged, file)

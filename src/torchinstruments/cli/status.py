@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING, TextIO
 
 from torchinstruments.cli.command import Command, add_place_arguments, storage_options
@@ -145,10 +144,11 @@ def _status(inventory: "Inventory", folders: Folders, now_s: float) -> _RunStatu
 
 def _by_start(found: "ManifestFile") -> tuple[int, int, float, str]:
     """Orders the processes of a rank by when they began; within a generation nothing else tells."""
+    from torchinstruments.store.clocks import seconds_of
+
     manifest = found.manifest
-    try:
-        started_s = datetime.fromisoformat(manifest.started_at).timestamp()
-    except ValueError:
+    started_s = seconds_of(manifest.started_at)
+    if started_s is None:
         started_s = float("-inf")
     return (manifest.rank, manifest.generation, started_s, manifest.process)
 
@@ -188,10 +188,10 @@ def _manifest_age_s(found: "ManifestFile", store_s: float, now_s: float) -> floa
 
 
 def _age_s(text: str, now_s: float) -> float | None:
-    try:
-        return now_s - datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None
+    from torchinstruments.store.clocks import seconds_of
+
+    seconds = seconds_of(text)
+    return None if seconds is None else now_s - seconds
 
 
 def _is_well(found: _RunStatus) -> bool:

@@ -20,7 +20,8 @@ def block_batches(task: BlockTask, columns: Sequence[str]) -> Iterator[tuple[int
     among the columns.
 
     Raises:
-        StorageError: A store did not answer, or a part changed since it was read first.
+        StorageError: A store did not answer.
+        ChangedPartError: A part cannot be read any more, or not in these columns.
     """
     processes: dict[tuple[int, str], int] = {}
     block = task.block

@@ -18,10 +18,10 @@ from torchinstruments.merge.tasks import RankReading
 from torchinstruments.records import Member
 from torchinstruments.store.inventory import SetAside
 from torchinstruments.store.liveness import ProcessStatus
+from torchinstruments.store.sorting import DUPLICATE
 
 __all__ = ["Coverage", "CoverageFold"]
 
-_DUPLICATE = "duplicate"
 _FOREIGN = "foreign_run"
 
 
@@ -108,7 +108,7 @@ class CoverageFold:
             "quarantined": quarantined,
             "foreign_parts": self._num_foreign,
             "foreign_documents": documents,
-            "duplicate_parts": sum(one.reason == _DUPLICATE for one in self.plan.inventory.set_aside),
+            "duplicate_parts": sum(one.reason == DUPLICATE for one in self.plan.inventory.set_aside),
             "missing_parts": missing_parts,
             "unexpected_files": self._unexpected_files(),
             "disagreements": [*self._disagreements, *surplus],
@@ -193,7 +193,7 @@ class CoverageFold:
         named = {
             (self._name(one.source, one.path), one.reason)
             for one in left_out
-            if one.reason not in {_DUPLICATE, _FOREIGN}
+            if one.reason not in {DUPLICATE, _FOREIGN}
         }
         strange = {(self._name(*one), "unexpected_name") for one in self._strange(in_parts=True)}
         return [{"file": name, "reason": reason} for name, reason in sorted(named | strange)]

@@ -20,6 +20,7 @@ from torchinstruments.merge.layers import LayerFold
 from torchinstruments.merge.mapping import in_order
 from torchinstruments.merge.moments import look_at_moments
 from torchinstruments.merge.own_work import OwnWorkFold
+from torchinstruments.merge.parts import ChangedPartError
 from torchinstruments.merge.plan import MergePlan, plan_merge
 from torchinstruments.merge.processes import ProcessView
 from torchinstruments.merge.reading import read_rank
@@ -31,6 +32,7 @@ from torchinstruments.merge.step_blocks import compare_steps
 from torchinstruments.merge.steps import STEPS_FILE, StepFold
 from torchinstruments.merge.tasks import RankReading, RankTask
 from torchinstruments.records import ModuleRecord
+from torchinstruments.store.documents import GONE
 from torchinstruments.store.filesystem import open_storage
 from torchinstruments.store.inventory import SetAside, read_catalog
 from torchinstruments.store.layout import MERGED
@@ -67,7 +69,8 @@ def merge_run(
         ranks: The ranks to merge, None for all.
         inline_ranks: With at most so many ranks, each rank's own summaries stand in ``result.json``; with
             more, only in ``summary.parquet``.
-        progress: Called after each rank with the ranks done and all ranks.
+        progress: Called after each rank with the ranks done and all ranks; from the first one again where
+            files changed or went away, and the merge begins anew.
         executor: Where ranks are read; else threads of this process. It stays open.
 
     Raises:
@@ -80,17 +83,28 @@ def merge_run(
     if output is not None:
         check_url(output)
         check_writable(output)
-    plan = plan_merge(urls, storage_options, ranks)
+
+    def merge_with(pool: Executor) -> MergeResult:
+        for is_second in (False, True):
+            plan = plan_merge(urls, storage_options, ranks, is_second=is_second)
+            try:
+                return _merge(plan, output, inline_ranks, progress, pool)
+            except ChangedPartError as error:
+                # The first time once more, with a new listing and every column: what is damaged or gone
+                # is then known before any of it counts.
+                if is_second:
+                    raise StorageError(f"{error}: files change while they are merged; merge again") from error
+            finally:
+                close_sources(plan.token)
+        raise AssertionError("the second try returns or raises")
+
+    if executor is not None:
+        return merge_with(executor)
+    pool = ThreadPoolExecutor(_num_threads(), thread_name_prefix="torchinstruments-merge")
     try:
-        if executor is not None:
-            return _merge(plan, output, inline_ranks, progress, executor)
-        pool = ThreadPoolExecutor(_num_threads(), thread_name_prefix="torchinstruments-merge")
-        try:
-            return _merge(plan, output, inline_ranks, progress, pool)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        return merge_with(pool)
     finally:
-        close_sources(plan.token)
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _num_threads() -> int:
@@ -121,6 +135,7 @@ def _merge(
         views += of_rank
         if progress is not None:
             progress(done, len(plan.tasks))
+    _require_presence(plan, coverage.set_aside)
     found = coverage.result()
     ranks.look_closer(plan, found, executor)
     result: dict[str, object] = {
@@ -137,6 +152,15 @@ def _merge(
     }
     files = {SUMMARY_FILE: table.encoded(), STEPS_FILE: ranks.steps.encoded()}
     return _written(plan, output, result, files, is_complete=found.is_complete)
+
+
+def _require_presence(plan: MergePlan, set_aside: Collection[SetAside]) -> None:
+    """Has the folders listed once more where a file went away between the listing and its reading."""
+    if plan.is_second:
+        return
+    for one in (*plan.inventory.set_aside, *set_aside):
+        if one.reason == GONE:
+            raise ChangedPartError(f"{plan.storages[one.source].url.rstrip('/')}/{one.path} is gone")
 
 
 @dataclass(slots=True)

@@ -75,7 +75,8 @@ def look_at_moments(task: MomentTask) -> tuple[str, ...]:
     where the sample has no row of that tensor; or the reason code of its row.
 
     Raises:
-        StorageError: A store did not answer, or a part changed since it was read first.
+        StorageError: A store did not answer.
+        ChangedPartError: A part cannot be read any more, or not in these columns.
     """
     states = _states(task)
     return tuple(_answer(task, one, states[place]) for place, one in enumerate(task.wanted))

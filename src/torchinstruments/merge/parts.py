@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchinstruments.errors import StorageError
+from torchinstruments.merge.row_checks import checked, table_schema
 from torchinstruments.merge.sources import Source, opened
 from torchinstruments.store.documents import UnusableFileError
 from torchinstruments.store.inspection import Expected, inspect_file
@@ -15,13 +16,29 @@ from torchinstruments.store.inventory import PartFile
 from torchinstruments.store.schema import TABLE_SCHEMAS
 from torchinstruments.store.storage import Storage
 
-__all__ = ["BATCH_ROWS", "MAX_FETCHED_BYTES", "batches", "checked_batches", "open_part", "reread"]
+__all__ = [
+    "BATCH_ROWS",
+    "MAX_FETCHED_BYTES",
+    "ChangedPartError",
+    "batches",
+    "check_all_columns",
+    "checked_batches",
+    "open_part",
+    "reread",
+]
 
 MAX_FETCHED_BYTES = 64 * 2**20
 """Parts up to this size are fetched by one request; larger ones are read in ranges."""
 
 BATCH_ROWS = 65_536
 """Rows that a worker decodes at once."""
+
+
+class ChangedPartError(Exception):
+    """A part that was read before cannot be read now: it is damaged in other columns, or is gone.
+
+    What was made of its first reading cannot be taken back out, so that the merge has to begin anew.
+    """
 
 
 @contextlib.contextmanager
@@ -49,9 +66,25 @@ def open_part(storage: Storage, part: PartFile, run_id: str) -> Generator[pq.Par
 
 
 def batches(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Yields the rows of a part (offline, any worker)."""
+    """Yields the rows of a part (offline, any worker).
+
+    Raises:
+        UnusableFileError: A row has what no row of that table can have.
+    """
     # One thread: the merge is parallel over ranks, and a worker's memory stays that of one batch.
-    return file.iter_batches(batch_size=BATCH_ROWS, columns=list(columns), use_threads=False)
+    found = file.iter_batches(batch_size=BATCH_ROWS, columns=list(columns), use_threads=False)
+    return checked(found, table_schema(file.schema_arrow.names), file.metadata.num_rows)
+
+
+def check_all_columns(file: pq.ParquetFile) -> None:
+    """Decodes every column of a part to its end (offline, any worker).
+
+    Raises:
+        UnusableFileError: A row has what no row of that table can have.
+        Exception: Whatever a decoder trips over.
+    """
+    for _ in batches(file, file.schema_arrow.names):
+        pass
 
 
 def checked_batches(
@@ -77,15 +110,16 @@ def reread(
     """Yields the rows of a part that could be read to its end before (offline, any worker).
 
     Raises:
-        StorageError: A store did not answer, or the part changed since.
+        ChangedPartError: It cannot be read any more, or not in these columns.
+        StorageError: A store did not answer.
     """
     storage = opened(sources[part.source])
     try:
         with open_part(storage, part, run_id) as file:
             yield from batches(file, columns)
+    except FileNotFoundError as error:
+        raise ChangedPartError(f"{storage.url.rstrip('/')}/{part.path} is gone") from error
     except StorageError:
         raise
     except (UnusableFileError, pa.ArrowException, OSError, ValueError) as error:
-        raise StorageError(
-            f"{storage.url.rstrip('/')}/{part.path} could be read and then could not ({error}); merge again"
-        ) from error
+        raise ChangedPartError(f"{storage.url.rstrip('/')}/{part.path} ({error})") from error

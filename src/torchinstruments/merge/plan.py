@@ -26,6 +26,7 @@ class MergePlan:
         inventory: What lies in them.
         tasks: One a rank that left anything, by rank.
         asked_ranks: The ranks that the caller wants merged, None for all.
+        is_second: Whether this is the second try, which takes what it finds.
     """
 
     sources: tuple[Source, ...]
@@ -33,6 +34,7 @@ class MergePlan:
     inventory: Inventory
     tasks: tuple[RankTask, ...]
     asked_ranks: frozenset[int] | None
+    is_second: bool = False
 
     @property
     def token(self) -> str:
@@ -44,6 +46,8 @@ def plan_merge(
     urls: Sequence[str],
     storage_options: Mapping[str, object] | None,
     ranks: Collection[int] | None,
+    *,
+    is_second: bool = False,
 ) -> MergePlan:
     """Lists the folders of one run.
 
@@ -51,6 +55,7 @@ def plan_merge(
         urls: At least one folder; the same one twice counts once.
         storage_options: In fsspec's dialect.
         ranks: The ranks to merge, None for all.
+        is_second: Whether a first try met files that went away, or were damaged where it did not look.
 
     Raises:
         ConfigurationError: There is no URL, one that cannot work, or none of the chosen ranks left anything.
@@ -62,15 +67,16 @@ def plan_merge(
     for url in urls:
         check_url(url)
     token = uuid.uuid4().hex
-    sources: list[Source] = []
-    storages: list[Storage] = []
-    for number, url in enumerate(dict.fromkeys(urls)):
-        source = Source(url, storage_options, token, number)
-        storage = opened(source)
-        if storage.url not in {known.url for known in storages}:
-            sources.append(source)
-            storages.append(storage)
-    inventory = take_inventory(*storages)
+    every = [Source(url, storage_options, token, number) for number, url in enumerate(dict.fromkeys(urls))]
+    given = [opened(source) for source in every]
+    inventory = take_inventory(*given)
+    storages = inventory.storages
+    # The same folder by another name is not among them.
+    sources = tuple(
+        source
+        for source, storage in zip(every, given, strict=True)
+        if any(storage is one for one in storages)
+    )
     asked = None if ranks is None else frozenset(ranks)
     if asked is not None and asked.isdisjoint(inventory.ranks):
         raise ConfigurationError(
@@ -83,11 +89,12 @@ def plan_merge(
             rank=rank,
             run_id=inventory.run.run_id,
             window=max(1, window),
-            sources=tuple(sources),
+            sources=sources,
             parts=found.parts,
             generations={one.manifest.process: one.manifest.generation for one in found.manifests},
+            reads_all_columns=is_second,
         )
         for rank, found in inventory.ranks.items()
         if asked is None or rank in asked
     )
-    return MergePlan(tuple(sources), tuple(storages), inventory, tasks, asked)
+    return MergePlan(sources, storages, inventory, tasks, asked, is_second)

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
 from torchinstruments.merge.tasks import ProcessRows
+from torchinstruments.store.clocks import seconds_of
 from torchinstruments.store.entries import timestamp_text
 from torchinstruments.store.manifest import Manifest
 
@@ -191,14 +191,9 @@ def _costs(manifest: Manifest | None) -> dict[str, object]:
 
 
 def _microseconds(*times: str) -> list[int]:
-    found: list[int] = []
-    for text in times:
-        try:
-            time = datetime.fromisoformat(text)
-        except ValueError:
-            continue  # a manifest of another hand; its rows tell too
-        found.append(round(time.timestamp() * 1_000_000))
-    return found
+    # A manifest of another hand may tell no time; its rows tell too.
+    found = [seconds_of(text) for text in times]
+    return [round(seconds * 1_000_000) for seconds in found if seconds is not None]
 
 
 def tables_behind(manifest: Manifest, found: Mapping[str, set[int]]) -> dict[str, dict[str, object]]:

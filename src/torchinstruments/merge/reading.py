@@ -25,12 +25,12 @@ from torchinstruments.merge.nonfinite_rows import (
     PhaseEvidence,
     evidence_rows,
 )
-from torchinstruments.merge.parts import batches, checked_batches, open_part, reread
+from torchinstruments.merge.parts import batches, check_all_columns, checked_batches, open_part, reread
 from torchinstruments.merge.sources import opened
 from torchinstruments.merge.step_rows import STEP_COLUMNS, StepRows
 from torchinstruments.merge.tasks import Disagreement, ProcessRows, RankReading, RankTask
 from torchinstruments.records import SampleState
-from torchinstruments.store.documents import UnusableFileError
+from torchinstruments.store.documents import GONE, UnusableFileError
 from torchinstruments.store.inventory import PartFile, SetAside
 from torchinstruments.store.row_blocks import (
     SUMMARISED_COLUMNS,
@@ -75,6 +75,7 @@ def read_rank(task: RankTask) -> RankReading:
 
     Raises:
         StorageError: A store did not answer. A file that is bad by itself raises nothing and is set aside.
+        ChangedPartError: A part turned out to be damaged in columns that only a closer look reads.
     """
     return _RankReader(task).read()
 
@@ -140,7 +141,7 @@ class _RankReader:
         except UnusableFileError as error:
             reason = error.reason
         except FileNotFoundError:
-            reason = "unreadable: it is gone"
+            reason = GONE
         except StorageDeniedError as error:
             reason = UnusableFileError("unreadable", error).reason
         except StorageError:
@@ -160,6 +161,8 @@ class _RankReader:
     def _read_part(self, part: PartFile) -> None:
         storage = opened(self._task.sources[part.source])
         with open_part(storage, part, self._task.run_id) as file:
+            if self._task.reads_all_columns:
+                check_all_columns(file)
             if part.table == "history":
                 self._read_history(part, file)
             elif part.table == "samples":
@@ -243,22 +246,21 @@ class _RankReader:
     def _samples_in_history(self, part: PartFile, ids: npt.NDArray[np.int64]) -> list[_Samples]:
         """Reads where the given samples of a part of ``history`` stand; it was read to its end before."""
         blocks: list[_Samples] = []
-        with open_part(opened(self._task.sources[part.source]), part, self._task.run_id) as file:
-            for batch in batches(file, _POSITION_COLUMNS):
-                sample_id = integers(batch, "sample_id")
-                _, first = np.unique(sample_id, return_index=True)
-                chosen = first[np.isin(sample_id[first], ids)]
-                blocks.append(
-                    _Samples(
-                        generation=integers(batch, "generation")[chosen],
-                        sample_id=sample_id[chosen],
-                        attempt=integers(batch, "attempt")[chosen],
-                        forward_in_attempt=integers(batch, "forward_in_attempt")[chosen],
-                        forward_index=integers(batch, "forward_index")[chosen],
-                        started_at_us=microseconds(batch, "timestamp")[chosen],
-                        is_missed=np.zeros(len(chosen), np.bool_),
-                    )
+        for batch in reread(self._task.sources, self._task.run_id, part, _POSITION_COLUMNS):
+            sample_id = integers(batch, "sample_id")
+            _, first = np.unique(sample_id, return_index=True)
+            chosen = first[np.isin(sample_id[first], ids)]
+            blocks.append(
+                _Samples(
+                    generation=integers(batch, "generation")[chosen],
+                    sample_id=sample_id[chosen],
+                    attempt=integers(batch, "attempt")[chosen],
+                    forward_in_attempt=integers(batch, "forward_in_attempt")[chosen],
+                    forward_index=integers(batch, "forward_index")[chosen],
+                    started_at_us=microseconds(batch, "timestamp")[chosen],
+                    is_missed=np.zeros(len(chosen), np.bool_),
                 )
+            )
         return blocks
 
     def _read_samples(self, part: PartFile, file: pq.ParquetFile) -> None:

@@ -99,7 +99,8 @@ def compare_replicas(task: BlockTask) -> ReplicaBlock:
     """Compares a stretch of fingerprints (worker: any thread, process or machine).
 
     Raises:
-        StorageError: A store did not answer, or a part changed since it was read first.
+        StorageError: A store did not answer.
+        ChangedPartError: A part cannot be read any more, or not in these columns.
     """
     rows = _Rows(task)
     groups = rows.groups()

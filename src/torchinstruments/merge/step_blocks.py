@@ -112,7 +112,8 @@ def compare_steps(task: BlockTask) -> StepBlock:
     """Compares a stretch of steps (worker: any thread, process or machine).
 
     Raises:
-        StorageError: A store did not answer, or a part changed since it was read first.
+        StorageError: A store did not answer.
+        ChangedPartError: A part cannot be read any more, or not in these columns.
     """
     rows = _read(task)
     if len(rows.attempt) == 0:

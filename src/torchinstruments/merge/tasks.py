@@ -25,6 +25,8 @@ class RankTask:
         sources: The folders of the run, by `PartFile.source`.
         parts: Table to the rank's parts, in the order of writing.
         generations: Process to the generation of its manifest; processes without a readable one are not here.
+        reads_all_columns: Whether each part has to be decoded whole before it counts, and not only what the
+            summaries need: so after a part turned out to be damaged elsewhere.
     """
 
     rank: int
@@ -33,6 +35,7 @@ class RankTask:
     sources: tuple[Source, ...]
     parts: Mapping[str, tuple[PartFile, ...]]
     generations: Mapping[str, int]
+    reads_all_columns: bool = False
 
 
 @dataclass(frozen=True, slots=True)

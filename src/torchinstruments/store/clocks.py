@@ -1,9 +1,13 @@
-"""The clocks that a writer reads, behind a seam, so that hours pass in a test without waiting."""
+"""The clocks that a writer reads, behind a seam, so that hours pass in a test without waiting.
+
+And the other way round: what a document says of a time, which is text that anybody may have written.
+"""
 
 import time
+from datetime import datetime
 from typing import Protocol
 
-__all__ = ["Clock", "SystemClock"]
+__all__ = ["Clock", "SystemClock", "seconds_of"]
 
 
 class Clock(Protocol):
@@ -36,3 +40,11 @@ class SystemClock:
     def sleep(self, seconds: float) -> None:
         """Calls `time.sleep`."""
         time.sleep(seconds)
+
+
+def seconds_of(text: str) -> float | None:
+    """Returns an ISO 8601 text as seconds since the epoch, None where it tells no time (offline)."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None

@@ -17,6 +17,7 @@ from torchinstruments.store.schema import SCHEMA_VERSION
 from torchinstruments.store.storage import Storage
 
 __all__ = [
+    "GONE",
     "MAX_DOCUMENT_BYTES",
     "UnusableFileError",
     "decode_document",
@@ -30,6 +31,11 @@ MAX_DOCUMENT_BYTES = 64 * 2**20
 """A JSON document larger than this is refused unread; a catalog of 100,000 layers has 30 MB."""
 
 _MAX_REASON_CHARACTERS = 200
+_MAX_SAMPLE_ID = 2**63 - 1
+_MAX_WINDOW = 10**12
+
+GONE = "unreadable: it is gone"
+"""Why a file is set aside that a listing has shown and that is not there any more."""
 
 _Document = TypeVar("_Document")
 
@@ -49,22 +55,25 @@ class UnusableFileError(RunFormatError):
         super().__init__(self.reason)
 
 
-def read_run(storage: Storage) -> RunRecord:
+def read_run(storage: Storage, size_bytes: int = 0) -> RunRecord:
     """Reads ``run.json`` (offline).
+
+    Args:
+        storage: The run's folder.
+        size_bytes: Its size where a listing told it; one that is too large is not read.
 
     Raises:
         RunFormatError: There is none, it cannot be read, or its schema version is not known to this release.
         StorageError: The store refused or did not answer.
     """
     try:
-        data = storage.read(layout.RUN_FILE)
+        _require_size(size_bytes)
+        return decode_document(storage.read(layout.RUN_FILE), decode_run)
     except FileNotFoundError:
         raise RunFormatError(
             f"{storage.url} holds no run, for there is no {layout.RUN_FILE} in it; give the folder that "
             f"inject_observer wrote to"
         ) from None
-    try:
-        return decode_document(data, decode_run)
     except UnusableFileError as error:
         code, _, detail = error.reason.partition(": ")
         if code == "unknown_schema_version":
@@ -85,14 +94,18 @@ def read_document(storage: Storage, path: str, size_bytes: int) -> bytes:
         UnusableFileError: It is too large, gone, or this one file may not be read.
         StorageError: The store did not answer.
     """
-    if size_bytes > MAX_DOCUMENT_BYTES:
-        raise UnusableFileError("too_large", f"{size_bytes} bytes")
+    _require_size(size_bytes)
     try:
         return storage.read(path)
     except FileNotFoundError:
         raise UnusableFileError("unreadable", "it is gone") from None
     except StorageDeniedError as error:
         raise UnusableFileError("unreadable", error) from None
+
+
+def _require_size(size_bytes: int) -> None:
+    if size_bytes > MAX_DOCUMENT_BYTES:
+        raise UnusableFileError("too_large", f"{size_bytes} bytes")
 
 
 class _Versioned(msgspec.Struct):
@@ -129,8 +142,8 @@ def decode_run(data: bytes) -> RunRecord:
         msgspec.DecodeError: The bytes are no JSON, or no run record.
     """
     record = msgspec.json.decode(data, type=RunRecord)
-    if record.world_size < 1:
-        raise msgspec.ValidationError(f"world_size is {record.world_size}, and a run has at least one rank")
+    _require_world(record.world_size)
+    _require_number("history.window", record.history.get("window", 0), _MAX_WINDOW)
     return record
 
 
@@ -140,4 +153,21 @@ def decode_generation(data: bytes) -> GenerationRecord:
     Raises:
         msgspec.DecodeError: The bytes are no JSON, or no generation record.
     """
-    return msgspec.json.decode(data, type=GenerationRecord)
+    record = msgspec.json.decode(data, type=GenerationRecord)
+    _require_world(record.world_size)
+    _require_number("first_sample_id", record.first_sample_id, _MAX_SAMPLE_ID)
+    for member in record.members:
+        _require_number("the rank of a member", member.rank, layout.MAX_RANK)
+    return record
+
+
+def _require_world(size: int) -> None:
+    if not 1 <= size <= layout.MAX_RANK + 1:
+        raise msgspec.ValidationError(
+            f"world_size is {size}, and a run has at least one rank, at most {layout.MAX_RANK + 1}"
+        )
+
+
+def _require_number(what: str, number: int, largest: int) -> None:
+    if not 0 <= number <= largest:
+        raise msgspec.ValidationError(f"{what} is {number}, and has to be from 0 to {largest}")

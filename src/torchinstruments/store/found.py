@@ -107,7 +107,7 @@ class Inventory:
     """What lies in the folders of one run.
 
     Attributes:
-        storages: The folders, in the order given.
+        storages: The folders, each once, in the order given.
         run: ``run.json`` of the first folder.
         generations: Records in ``generations/``, by number; of several folders the fullest of each number.
         ranks: Rank to its files, by rank. Ranks that left nothing are not here.

@@ -10,9 +10,8 @@ not opened here; `inspection` does that.
 from collections.abc import Sequence
 
 from torchinstruments.errors import RunFormatError
-from torchinstruments.records import RunRecord
 from torchinstruments.store.catalog import ModuleCatalog, decode_catalog
-from torchinstruments.store.documents import UnusableFileError, decode_document, read_document, read_run
+from torchinstruments.store.documents import UnusableFileError, decode_document, read_document
 from torchinstruments.store.found import (
     CatalogFile,
     Inventory,
@@ -21,6 +20,7 @@ from torchinstruments.store.found import (
     RankInventory,
     SetAside,
 )
+from torchinstruments.store.listed import ListedFolder, list_folders
 from torchinstruments.store.sorting import FileSorter, locate
 from torchinstruments.store.storage import Storage
 
@@ -40,22 +40,24 @@ def take_inventory(*storages: Storage) -> Inventory:
     """Lists every folder once and reads its documents, all but the catalogs (offline).
 
     Args:
-        storages: The folders that hold one run, at least one.
+        storages: The folders that hold one run, at least one; the same one twice counts once.
 
     Raises:
         RunFormatError: A folder holds no readable ``run.json``, one of a schema version that this release
             does not know, or one of another run than the first folder's.
         StorageError: A store refused or did not answer.
     """
-    files = [locate(source, info) for source, storage in enumerate(storages) for info in storage.walk()]
-    runs = [read_run(storage) for storage in storages]
-    _require_one_run(storages, runs)
-    sorter = FileSorter(run_id=runs[0].run_id, storages=storages)
+    folders = list_folders(storages)
+    _require_one_run(folders)
+    distinct = tuple(one.storage for one in folders)
+    run = folders[0].run
+    files = [locate(source, info) for source, one in enumerate(folders) for info in one.listing]
+    sorter = FileSorter(run_id=run.run_id, storages=distinct)
     times = [file.info.modified_at for file in files if sorter.belongs(file)]
     sorter.read_documents()
     return Inventory(
-        storages=tuple(storages),
-        run=runs[0],
+        storages=distinct,
+        run=run,
         generations=sorter.generation_records(),
         ranks=sorter.ranks(),
         set_aside=tuple(sorted(sorter.set_aside, key=_by_place)),
@@ -83,12 +85,13 @@ def read_catalog(inventory: Inventory, file: CatalogFile) -> ModuleCatalog | Set
     return catalog
 
 
-def _require_one_run(storages: Sequence[Storage], runs: Sequence[RunRecord]) -> None:
-    for storage, run in zip(storages, runs, strict=True):
-        if run.run_id != runs[0].run_id:
+def _require_one_run(folders: Sequence[ListedFolder]) -> None:
+    first = folders[0]
+    for one in folders:
+        if one.run.run_id != first.run.run_id:
             raise RunFormatError(
-                f"{storages[0].url} holds the run {runs[0].run_id!r}, but {storage.url} the run "
-                f"{run.run_id!r}; give folders of one run only"
+                f"{first.storage.url} holds the run {first.run.run_id!r}, but {one.storage.url} the run "
+                f"{one.run.run_id!r}; give folders of one run only"
             )
 
 

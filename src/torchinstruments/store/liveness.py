@@ -11,9 +11,9 @@ margin that is given there.
 """
 
 import time
-from datetime import datetime
 from enum import StrEnum
 
+from torchinstruments.store.clocks import seconds_of
 from torchinstruments.store.inventory import Inventory, ManifestFile
 
 __all__ = ["LOCAL_MARGIN_S", "REMOTE_MARGIN_S", "ProcessStatus", "process_status", "store_now_s"]
@@ -67,15 +67,8 @@ def process_status(inventory: Inventory, found: ManifestFile, now_s: float | Non
     written_s = found.modified_at
     margin_s = LOCAL_MARGIN_S if inventory.storages[found.source].is_local else REMOTE_MARGIN_S
     if written_s is None:
-        written_s = _seconds(manifest.written_at)
+        written_s = seconds_of(manifest.written_at)
         margin_s = REMOTE_MARGIN_S
     now_s = store_now_s(inventory) if now_s is None else now_s
     late = written_s is None or now_s > written_s + manifest.next_write_due_s + margin_s
     return ProcessStatus.INTERRUPTED if late else ProcessStatus.RUNNING
-
-
-def _seconds(iso: str) -> float | None:
-    try:
-        return datetime.fromisoformat(iso).timestamp()
-    except ValueError:
-        return None

@@ -136,7 +136,8 @@ class LocalStorage:
     def walk(self) -> Listing:
         """Returns every file below the root, sorted by path; links to folders are followed once.
 
-        A folder inside a folder of parts is listed too, since only files belong there.
+        A folder inside a folder of parts, or with the name of a document, is listed too, since a file
+        belongs there.
         """
         found: Listing = []
         seen: set[tuple[int, int]] = set()
@@ -155,7 +156,8 @@ class LocalStorage:
                 for entry in _entries(folder, relative):
                     if entry.is_folder:
                         waiting.append(entry.path)
-                    if not entry.is_folder or relative.endswith(".parts"):
+                    is_misplaced = relative.endswith(".parts") or entry.path.endswith(".json")
+                    if not entry.is_folder or is_misplaced:
                         found.append(entry)
         return sorted(found, key=_path_of)
 

@@ -20,11 +20,15 @@ from torchinstruments.store.found import CatalogFile, ManifestFile, PartFile, Ra
 from torchinstruments.store.manifest import Manifest, decode_manifest
 from torchinstruments.store.storage import FileInfo, Storage
 
-__all__ = ["BEYOND_MANIFEST", "FileSorter", "LocatedFile", "locate", "map_over_network"]
+__all__ = ["BEYOND_MANIFEST", "DUPLICATE", "FileSorter", "LocatedFile", "locate", "map_over_network"]
 
 _READERS = 16
 BEYOND_MANIFEST = "beyond_manifest"
 """Why a part is set aside that its process, which has closed, never counted."""
+
+_FOLDER = "unreadable: it is a folder"
+DUPLICATE = "duplicate"
+"""Why a part is set aside that lies in another folder too, with the same size."""
 
 _UNKNOWN_GENERATION = 2**31
 _PARTS = ".parts"
@@ -86,7 +90,7 @@ class FileSorter:
         self._part_files: list[tuple[LocatedFile, str, layout.PartName]] = []
         self._manifests: dict[str, list[ManifestFile]] = {}
         self._generations: list[GenerationRecord] = []
-        self._beyond: set[SetAside] = set()
+        self._not_files: set[SetAside] = set()
 
     def belongs(self, file: LocatedFile) -> bool:
         """Takes a file if it is of this run, and tells whether it did."""
@@ -94,11 +98,16 @@ class FileSorter:
         if inside and (file.info.is_folder or "/" in rest):
             self._note_folder(file.source, f"{above}{inside}{rest.partition('/')[0]}")
             return False
+        folder_of_document = _folder_of_document(file)
+        if folder_of_document:
+            # Known by its own entry, and behind a network only by what lies in it.
+            self._not_files.add(SetAside(file.source, folder_of_document, _FOLDER))
+            return False
         if file.info.is_folder:
             return False
         top = file.info.path.partition("/")[0]
         if top != file.name and layout.is_rank_folder_beyond(top):
-            self._beyond.add(
+            self._not_files.add(
                 SetAside(file.source, top, f"misplaced: there is no rank above {layout.MAX_RANK}")
             )
             return False
@@ -148,7 +157,7 @@ class FileSorter:
 
     def read_documents(self) -> None:
         """Reads manifests and generations, several at a time where they lie behind a network."""
-        self.set_aside += self._beyond
+        self.set_aside += self._not_files
         is_local = all(storage.is_local for storage in self._storages)
         files = [*self._manifest_files, *self._generation_files]
         for file, document in zip(files, map_over_network(self._read, files, is_local=is_local), strict=True):
@@ -183,6 +192,9 @@ class FileSorter:
             raise UnusableFileError("misplaced", f"it is of process {manifest.process}")
         if not 0 <= manifest.rank <= layout.MAX_RANK:
             raise UnusableFileError("schema_mismatch", f"its rank is {manifest.rank}")
+        if not 0 <= manifest.generation < _UNKNOWN_GENERATION:
+            raise UnusableFileError("schema_mismatch", f"its generation is {manifest.generation}")
+        _check_tables(manifest)
         named = layout.parse_rank_folder(file.folder)
         if named is not None and named != manifest.rank:
             raise UnusableFileError("misplaced", f"it is of rank {manifest.rank}")
@@ -235,7 +247,10 @@ class FileSorter:
             )
             first = seen.setdefault((table, name.process, name.sequence), part)
             if first is not part:
-                self.set_aside.append(SetAside(part.source, part.path, "duplicate"))
+                # A part never changes, so that a copy of another size is one that was cut off.
+                whole = first.size_bytes == part.size_bytes
+                reason = DUPLICATE if whole else f"truncated: a copy of it has {first.size_bytes} bytes"
+                self.set_aside.append(SetAside(part.source, part.path, reason))
         for key, part in list(seen.items()):
             if self._is_beyond_manifest(part):
                 self.set_aside.append(SetAside(part.source, part.path, BEYOND_MANIFEST))
@@ -275,6 +290,35 @@ class FileSorter:
             return named
         found = self._manifests.get(process)
         return found[0].manifest.rank if found else 0
+
+
+def _folder_of_document(file: LocatedFile) -> str:
+    """Returns the folder on the way to an entry that stands where a document is due, ``""`` for none."""
+    segments = file.info.path.split("/")
+    if not file.info.is_folder:
+        segments.pop()
+    for depth in (1, 2):
+        *above, name = segments[:depth] or [""]
+        if len(above) != depth - 1:
+            break
+        is_document = layout.parse_manifest(name) is not None or layout.parse_modules(name) is not None
+        if above == [layout.GENERATIONS]:
+            is_document = layout.parse_generation(name) is not None
+        elif above and layout.parse_rank_folder(above[0]) is None:
+            break
+        if is_document:
+            return "/".join((*above, name))
+    return ""
+
+
+def _check_tables(manifest: Manifest) -> None:
+    """Refuses a manifest that speaks of other tables than ours, a path elsewhere among them."""
+    for table, state in manifest.tables.items():
+        if table not in layout.TABLES:
+            raise UnusableFileError("schema_mismatch", f"it has a table {table!r}")
+        counts = (state.next_part, state.rows, state.bytes, state.rows_in_spool, state.rows_dropped)
+        if min(*counts, *state.missing) < 0:
+            raise UnusableFileError("schema_mismatch", f"a count of {table} is below 0")
 
 
 def _is_known(name: str) -> bool:

@@ -78,7 +78,10 @@ class Storage(Protocol):
         ...
 
     def walk(self) -> Listing:
-        """Returns every file below the root, sorted by path, from as few requests as possible (offline)."""
+        """Returns every file below the root, sorted by path, from as few requests as possible (offline).
+
+        A local folder adds the folders that stand where files of a run belong.
+        """
         ...
 
     def open_input(self, path: str, size_bytes: int | None = None) -> BinaryIO:

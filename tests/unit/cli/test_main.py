@@ -248,7 +248,7 @@ def test_interrupted_by_the_user(
     """Ctrl-C exits with 130 and says nothing."""
     run = whole_run(tmp_path / "run")
 
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(engine, "plan_merge", interrupt)
@@ -346,6 +346,23 @@ def test_a_run_without_rows_is_not_just_complete(tmp_path: Path, capsys: pytest.
     run.manifest(1, process_of(1), status="running")
     assert main(["merge", run.url]) == 1
     assert capsys.readouterr().out.splitlines()[0] == "run run-a: NOT COMPLETE, and no sample was found"
+
+
+def test_a_run_that_is_still_written_is_merged_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks that still write are named, what they wrote so far counts, and the exit code is 1."""
+    run = whole_run(tmp_path / "run")
+    run.manifest(1, process_of(1), status="running", tables={"history": TableState(next_part=1, rows=4)})
+    run.write(f"rank-001/history.parts/.part-{process_of(1)}-000001.parquet.0123.tmp", b"PAR1")
+    assert main(["merge", run.url]) == 1
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == "run run-a: NOT COMPLETE"
+    assert "  running      1 rank (1)" in out.splitlines()
+    assert "  read         8 rows of 8 samples" in out.splitlines()
+    assert "set aside" not in out
+    run.manifest(1, process_of(1), tables={"history": TableState(next_part=1, rows=4)})
+    assert main(["merge", run.url]) == 0
 
 
 def test_one_rank_is_compared_with_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import io
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -50,6 +51,25 @@ def test_keys_are_dictionaries_and_values_are_split_by_byte() -> None:
     assert "RLE_DICTIONARY" in columns["sample_id"].encodings
     assert "BYTE_STREAM_SPLIT" in columns["value"].encodings
     assert columns["value"].compression == "ZSTD"
+
+
+def test_a_flipped_bit_is_noticed() -> None:
+    """A page that does not hold what was written is refused, whichever bit of it differs."""
+    data = encoded(20)
+    footer_bytes = int.from_bytes(data[-8:-4], "little")
+    rows = pq.read_table(io.BytesIO(data))
+    random = np.random.default_rng(0)
+    noticed = 0
+    for place in random.integers(4, len(data) - 8 - footer_bytes, 300).tolist():
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << int(random.integers(8))
+        try:
+            found = pq.ParquetFile(io.BytesIO(damaged), page_checksum_verification=True).read()
+        except (OSError, pa.ArrowException):
+            noticed += 1
+        else:
+            assert found.equals(rows)
+    assert noticed > 200
 
 
 def test_the_same_rows_give_the_same_bytes() -> None:

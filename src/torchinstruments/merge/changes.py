@@ -1,0 +1,203 @@
+"""How much the numbers of a series differ between two runs, one rank beside the same rank of the other.
+
+The change from ``a`` to ``b`` is ``|b - a| / max(|a|, |b|)``, and 0 where both are 0: a share of the larger
+magnitude of the two, the same as the spread that the merge shows between ranks. It is at most 2, reached
+between numbers of opposite sign; a number that became 0, or was 0 before, changed by 1. So it is always
+finite, and does not depend on which run is called A.
+
+Not every pair of numbers may be held beside each other. Of a series whose scope differs the numbers cover
+something else, and gradients are stored as observed, multiplied with the loss scale.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torchinstruments.merge.merged_run import MergedRun
+from torchinstruments.records import Signal
+from torchinstruments.store.schema import KEY_COLUMNS
+
+if TYPE_CHECKING:
+    import polars as pl
+
+__all__ = [
+    "FOLDED_RANKS",
+    "MEASURES",
+    "SIDES",
+    "TEXTS",
+    "change_between",
+    "changes_by_rank",
+    "of_rank",
+    "ordered",
+    "reason_against",
+    "summary_columns",
+    "values_gained",
+    "values_lost",
+]
+
+MEASURES = {
+    "recent_window": ("recent_window_mean", "recent_window_unavailable_reason", "recent_window_observations"),
+    "latest": ("latest_value", "latest_unavailable_reason", "observations"),
+}
+"""What can be compared, with its columns of ``summary.parquet``: value, reason, rows behind it."""
+
+SIDES = ("a", "b")
+"""The two runs."""
+
+TEXTS = ("scope", "shape", "dtype")
+"""What is kept of a series' latest row beside its number."""
+
+FOLDED_RANKS = 16
+"""Ranks whose series are held at once."""
+
+SCOPE_DIFFERS = "scope_differs"
+"""Why a series is not compared: the numbers of the two runs do not cover the same tensor."""
+
+LOSS_SCALE_DIFFERS = "loss_scale_differs"
+"""Why a gradient is not compared: it was multiplied with another loss scale in the other run."""
+
+_GRADIENTS = (Signal.OUTPUT_GRADIENT.value, Signal.PARAMETER_GRADIENT.value)
+_WITHOUT_SCALE = ("zero_fraction", "finite_fraction", "nonfinite_fraction")
+
+
+def summary_columns(measure: str) -> list[str]:
+    """Returns the columns of ``summary.parquet`` that a measure needs."""
+    extra = ["latest_sample_id", "loss_scale_lowest", "loss_scale_highest"]
+    return [*KEY_COLUMNS, *MEASURES[measure], *(f"latest_{name}" for name in TEXTS), *extra]
+
+
+def of_rank(a: MergedRun, b: MergedRun, rank: int, measure: str) -> "pl.DataFrame":
+    """Returns each series that both runs have of one rank, or one of them (offline).
+
+    Columns: the key, ``rank``, and for each side ``a``, ``b``, ``reason_*``, ``rows_*``, ``sample_id_*``,
+    ``scope_*``, ``shape_*``, ``dtype_*``, ``loss_scale_lowest_*``, ``loss_scale_highest_*``, ``has_*``; then
+    ``not_compared`` and ``change``, which is null where a side has no value.
+    """
+    import polars as pl
+
+    value, reason, rows = MEASURES[measure]
+    sides = []
+    for run, side in zip((a, b), SIDES, strict=True):
+        names = {value: side, reason: f"reason_{side}", rows: f"rows_{side}"}
+        names["latest_sample_id"] = f"sample_id_{side}"
+        names |= {f"latest_{name}": f"{name}_{side}" for name in TEXTS}
+        names |= {f"loss_scale_{end}": f"loss_scale_{end}_{side}" for end in ("lowest", "highest")}
+        frame = run.rows(rank, summary_columns(measure)).rename(names)
+        sides.append(frame.with_columns(pl.lit(value=True).alias(f"has_{side}")))
+    joined = sides[0].join(sides[1], on=list(KEY_COLUMNS), how="full", coalesce=True)
+    joined = joined.with_columns(
+        pl.lit(rank, pl.Int64).alias("rank"),
+        *(pl.col(f"has_{side}").fill_null(value=False) for side in SIDES),
+    ).with_columns(reason_against().alias("not_compared"))
+    compared = pl.col("not_compared") == ""
+    return joined.with_columns(pl.when(compared).then(change_between("a", "b")).alias("change"))
+
+
+def reason_against(otherwise: "pl.Expr | None" = None) -> "pl.Expr":
+    """Returns why the two sides of a row may not be held beside each other, ``""`` where they may.
+
+    Args:
+        otherwise: The reason where nothing here speaks against it.
+    """
+    import polars as pl
+
+    other_scope = pl.col("scope_a") != pl.col("scope_b")
+    is_scaled = pl.col("signal").is_in(_GRADIENTS) & ~pl.col("metric").is_in(_WITHOUT_SCALE)
+    other_scale = pl.any_horizontal(
+        pl.col(f"loss_scale_{end}_a").fill_null(1.0) != pl.col(f"loss_scale_{end}_b").fill_null(1.0)
+        for end in ("lowest", "highest")
+    )
+    is_in_both = pl.col("has_a") & pl.col("has_b")
+    return (
+        pl.when(is_in_both & other_scope)
+        .then(pl.lit(SCOPE_DIFFERS))
+        .when(is_in_both & is_scaled & other_scale)
+        .then(pl.lit(LOSS_SCALE_DIFFERS))
+        .otherwise(pl.lit("") if otherwise is None else otherwise)
+    )
+
+
+def change_between(first: str, second: str) -> "pl.Expr":
+    """Returns the change between two columns; null where either is."""
+    import polars as pl
+
+    a, b = pl.col(first), pl.col(second)
+    larger = pl.max_horizontal(a.abs(), b.abs())
+    # Divided first, so that the difference of two huge numbers does not overflow.
+    share = (b / larger - a / larger).abs()
+    return pl.when(a.is_null() | b.is_null()).then(None).when(larger == 0).then(0.0).otherwise(share)
+
+
+def changes_by_rank(a: MergedRun, b: MergedRun, ranks: Iterable[int], measure: str) -> "pl.DataFrame":
+    """Returns each series with its largest change over ranks, and the rank that has it (offline).
+
+    Memory is that of the series of `FOLDED_RANKS` ranks.
+
+    Returns:
+        One row a series, largest change first: what `of_rank` has of the rank with the largest change, and
+        ``ranks_compared``, ``ranks_lost`` (a value in A and none in B), ``ranks_gained``,
+        ``ranks_only_in_a``, ``ranks_only_in_b``, ``ranks_not_compared``: lists of ranks, empty for none.
+    """
+    held: list[pl.DataFrame] = []
+    for rank in ranks:
+        held.append(_with_lists(of_rank(a, b, rank, measure)))
+        if len(held) > FOLDED_RANKS:
+            held = [_folded(held)]
+    return _folded(held)
+
+
+def _with_lists(frame: "pl.DataFrame") -> "pl.DataFrame":
+    import polars as pl
+
+    in_both = pl.col("has_a") & pl.col("has_b")
+    compared = in_both & (pl.col("not_compared") == "")
+    which = {
+        "ranks_compared": pl.col("change").is_not_null(),
+        "ranks_lost": compared & pl.col("a").is_not_null() & pl.col("b").is_null(),
+        "ranks_gained": compared & pl.col("a").is_null() & pl.col("b").is_not_null(),
+        "ranks_only_in_a": pl.col("has_a") & ~pl.col("has_b"),
+        "ranks_only_in_b": pl.col("has_b") & ~pl.col("has_a"),
+        "ranks_not_compared": in_both & (pl.col("not_compared") != ""),
+    }
+    none = pl.lit([], dtype=pl.List(pl.Int64))
+    return frame.with_columns(
+        pl.when(chosen).then(pl.concat_list("rank")).otherwise(none).alias(name)
+        for name, chosen in which.items()
+    )
+
+
+def _folded(frames: "list[pl.DataFrame]") -> "pl.DataFrame":
+    import polars as pl
+
+    joined = pl.concat(frames).sort("change", "rank", descending=[True, False], nulls_last=True)
+    lists = [name for name in joined.columns if name.startswith("ranks_")]
+    others = [name for name in joined.columns if name not in {*KEY_COLUMNS, *lists}]
+    folded = joined.group_by(list(KEY_COLUMNS), maintain_order=True).agg(
+        *(pl.col(name).first() for name in others),
+        *(pl.col(name).list.explode().drop_nulls().sort() for name in lists),
+    )
+    return ordered(folded)
+
+
+def ordered(frame: "pl.DataFrame") -> "pl.DataFrame":
+    """Returns series with the largest change first, equal ones by their key."""
+    descending = [True, *(False for _ in KEY_COLUMNS)]
+    return frame.sort("change", *KEY_COLUMNS, descending=descending, nulls_last=True)
+
+
+def values_lost(changes: "pl.DataFrame") -> "pl.DataFrame":
+    """Returns the series that have a value in A and none in B; rank by rank, on any rank (offline)."""
+    return _one_sided(changes, "ranks_lost", "a", "b")
+
+
+def values_gained(changes: "pl.DataFrame") -> "pl.DataFrame":
+    """Returns the series that have a value in B and none in A; rank by rank, on any rank (offline)."""
+    return _one_sided(changes, "ranks_gained", "b", "a")
+
+
+def _one_sided(changes: "pl.DataFrame", ranks: str, there: str, gone: str) -> "pl.DataFrame":
+    if ranks in changes.columns:
+        return changes.filter(changes[ranks].list.len() > 0)
+    is_compared = changes[f"has_{gone}"] & (changes["not_compared"] == "")
+    return changes.filter(
+        is_compared & changes[f"lowest_{there}"].is_not_null() & changes[f"lowest_{gone}"].is_null()
+    )
