@@ -13,14 +13,18 @@ from torchinstruments.store.schema import MAX_ROW_GROUP_ROWS
 
 __all__ = ["ComparisonPlan"]
 
-MAX_BLOCK_VALUES = 6_000_000
+MAX_BLOCK_VALUES = 256 * MAX_ROW_GROUP_ROWS
 """Values of all ranks in a stretch, 8 bytes each: what a worker's memory goes by, however long the run is.
 
 A single forward is never cut: of a run with more series than this divided by its ranks, it is all of them.
 """
 
 MAX_BLOCK_CELLS = MAX_ROW_GROUP_ROWS
-"""Cells of a stretch: no more than a row group holds of one rank."""
+"""Cells of a stretch, some 150 bytes each in the table that a worker gives back and that waits for its turn.
+
+A row group of a rank is read again in every stretch that it reaches into, so that they should not be shorter
+than a row group.
+"""
 
 
 @dataclass(slots=True)

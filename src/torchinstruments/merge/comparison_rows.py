@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from torchinstruments.errors import StorageError
 from torchinstruments.merge.comparison_cells import NOT_COMPARED, PROVENANCE, Cells, Provenances
+from torchinstruments.merge.failures import of_rank
 from torchinstruments.merge.parts import open_part
 from torchinstruments.merge.row_spans import Moment
 from torchinstruments.merge.sources import Source, opened
@@ -188,7 +189,9 @@ class _Grid:
         rows = batch
         if len(inside) < len(moment):
             chosen, moment = inside, moment[inside]
-            rows = batch.take(pa.array(inside))
+            # Rows of a sample lie together and samples in their order, so that this is nearly always so.
+            is_one_piece = len(inside) > 0 and int(inside[-1] - inside[0]) + 1 == len(inside)
+            rows = batch.slice(int(inside[0]), len(inside)) if is_one_piece else batch.take(pa.array(inside))
         none = np.zeros(0, np.int64)
         if len(inside) == 0:
             return _Layout(batch, has_value, chosen, none, none, none, 0, (0,) * len(NOT_COMPARED))
@@ -291,12 +294,13 @@ def _row_groups(task: ComparisonTask, part: PartFile, groups: tuple[int, ...]) -
                 # One thread: the merge is parallel over stretches.
                 table = file.read_row_group(group, columns=list(COMPARED_COLUMNS), use_threads=False)
                 yield from table.unify_dictionaries().combine_chunks().to_batches()
-    except StorageError:
-        raise
+    except StorageError as error:
+        raise of_rank(part.rank, error)  # noqa: B904 - it is the same error
     except (UnusableFileError, pa.ArrowException, OSError, ValueError) as error:
-        raise StorageError(
+        changed = StorageError(
             f"{storage.url.rstrip('/')}/{part.path} could be read and then could not ({error}); merge again"
-        ) from error
+        )
+        raise of_rank(part.rank, changed) from error
 
 
 def _runs(numbers: _Integers) -> list[int]:

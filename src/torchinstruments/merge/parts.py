@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchinstruments.errors import StorageError
+from torchinstruments.merge.failures import of_rank
 from torchinstruments.merge.sources import Source, opened
 from torchinstruments.store.documents import UnusableFileError
 from torchinstruments.store.inspection import Expected, inspect_file
@@ -83,9 +84,10 @@ def reread(
     try:
         with open_part(storage, part, run_id) as file:
             yield from batches(file, columns)
-    except StorageError:
-        raise
+    except StorageError as error:
+        raise of_rank(part.rank, error)  # noqa: B904 - it is the same error
     except (UnusableFileError, pa.ArrowException, OSError, ValueError) as error:
-        raise StorageError(
+        changed = StorageError(
             f"{storage.url.rstrip('/')}/{part.path} could be read and then could not ({error}); merge again"
-        ) from error
+        )
+        raise of_rank(part.rank, changed) from error

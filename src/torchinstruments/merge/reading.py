@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from torchinstruments.errors import StorageDeniedError, StorageError
 from torchinstruments.merge.alignment import SampleKeys, sample_keys
+from torchinstruments.merge.failures import of_rank
 from torchinstruments.merge.fingerprint_rows import FINGERPRINT_COLUMNS, FingerprintRows
 from torchinstruments.merge.nonfinite_rows import (
     EVIDENCE_COLUMNS,
@@ -77,7 +78,10 @@ def read_rank(task: RankTask) -> RankReading:
     Raises:
         StorageError: A store did not answer. A file that is bad by itself raises nothing and is set aside.
     """
-    return _RankReader(task).read()
+    try:
+        return _RankReader(task).read()
+    except StorageError as error:
+        raise of_rank(task.rank, error)  # noqa: B904 - it is the same error
 
 
 @dataclass(slots=True)
