@@ -490,3 +490,87 @@ def test_the_table_is_as_declared(holes: Holes) -> None:
         assert file.metadata.metadata is None
         groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
         assert max(groups) <= 36_000
+
+
+def shard_run(root: Path, rows: Mapping[int, Sequence[Row]]) -> Any:
+    """Merges a run of the given rows of one sharded weight; returns what is combined of it, by metric."""
+    run = RunFolder(root, world_size=4).run()
+    for rank, own in rows.items():
+        run.manifest(rank, process_of(rank))
+        place = {"signal": "parameter", "tensor_path": "weight", "scope": "local_shard"}
+        run.history(rank, [place | row for row in own], process_of(rank))
+    (layer,) = merge_run(run.url).result["layers"]  # type: ignore[misc] - a list
+    return {one["metric"]: one["combined"] for one in layer["tensors"][0]["statistics"]}
+
+
+def shard_rows(rank: int, weight: Any, attempt: int = 0) -> list[Row]:
+    """What a rank measures of its half of a weight: ranks 0 and 2 have the first, 1 and 3 the second."""
+    half = rank % 2
+    part = np.array_split(weight, 2)[half]
+    finite = part[np.isfinite(part)]
+    numbers = {
+        "min": finite.min(initial=np.inf),
+        "max": finite.max(initial=-np.inf),
+        "mean": finite.mean() if finite.size else math.inf,
+        "std": finite.std() if finite.size else math.inf,
+        "rms": math.sqrt((finite**2).mean()) if finite.size else math.inf,
+        "nonfinite_fraction": 1 - finite.size / part.size if part.size else math.inf,
+        "zero_fraction": float((part == 0).mean()) if part.size else math.inf,
+    }
+    key = f"mesh dp=R tp=S(0)@{half}/2 ranks={half},{half + 2}"
+    shape = "x".join(map(str, part.shape))
+    found: list[Row] = []
+    for metric, value in numbers.items():
+        is_there = math.isfinite(value)
+        row: Row = {"metric": metric, "value": float(value) if is_there else None}
+        row |= {"sample_id": attempt, "attempt": attempt}
+        row |= {"unavailable_reason": "" if is_there else "empty", "shape": shape, "replica_key": key}
+        found.append(row)
+    return found
+
+
+@pytest.mark.parametrize("num_rows", [5, 1])
+def test_parts_give_the_numbers_of_the_whole_tensor(tmp_path: Path, num_rows: int) -> None:
+    """Uneven and empty parts of a weight give its exact extrema, fractions and norm; replicas count once."""
+    random = np.random.default_rng(5)
+    weights = [random.integers(-4, 4, (num_rows, 3)) / 8 for _ in range(2)]
+    rows = {rank: shard_rows(rank, weights[0]) + shard_rows(rank, weights[1], 1) for rank in range(4)}
+    combined = shard_run(tmp_path / "run", rows)
+    weight = weights[1]
+    assert {name: one and one["statistic"] for name, one in combined.items()} == {
+        "min": "min_of_ranks",
+        "max": "max_of_ranks",
+        "mean": None,
+        "std": None,
+        "rms": "l2_norm_of_ranks_from_sum_of_squares",
+        "nonfinite_fraction": "nonfinite_fraction_of_ranks_by_size",
+        "zero_fraction": "zero_fraction_of_ranks_by_size",
+    }
+    assert combined["min"]["value"] == weight.min()
+    assert combined["max"]["value"] == weight.max()
+    assert combined["nonfinite_fraction"]["value"] == 0.0
+    assert math.isclose(combined["zero_fraction"]["value"], (weight == 0).mean(), rel_tol=1e-14)
+    assert math.isclose(combined["rms"]["value"], np.linalg.norm(weight), rel_tol=1e-14)
+    assert (combined["rms"]["num_parts"], combined["rms"]["attempt"]) == (2, 1)
+
+
+def test_nothing_is_combined_that_is_not_exact(tmp_path: Path) -> None:
+    """Without all parts, with replicas that differ, or with nonfinite entries there is no such number."""
+    weight = np.arange(1.0, 13.0).reshape(4, 3)
+    one_half = shard_run(tmp_path / "half", {rank: shard_rows(rank, weight) for rank in (0, 2)})
+    assert set(one_half.values()) == {None}
+    other = weight + 1.0
+    apart = shard_run(
+        tmp_path / "apart", {rank: shard_rows(rank, other if rank == 3 else weight) for rank in range(4)}
+    )
+    assert (apart["rms"], apart["max"]) == (None, None)
+    assert apart["zero_fraction"]["value"] == 0.0
+    weight[0, 0] = math.inf
+    infinite = shard_run(tmp_path / "infinite", {rank: shard_rows(rank, weight) for rank in range(4)})
+    assert infinite["rms"] is None
+    assert math.isclose(infinite["nonfinite_fraction"]["value"], 1 / 12, rel_tol=1e-14)
+    assert infinite["max"]["value"] == 12.0
+    one_more = {rank: shard_rows(rank, weight) for rank in range(4)}
+    for row in one_more[2]:
+        row["shape"] = "3x3"
+    assert set(shard_run(tmp_path / "shapes", one_more).values()) == {None}

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from merge.run_folder import RunFolder, process_of
+from torchinstruments.merge.comparison_blocks import COMPARISON_SCHEMA
 from torchinstruments.merge.engine import merge_run
 from torchinstruments.merge.steps import STEPS_SCHEMA
 from torchinstruments.records import Member, ModuleRecord
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "result-format.md").read_text()
-BY_TEXT = {"reasons", "ranks_missing", "rows_in_spool", "by_phase"}
+BY_TEXT = {"ranks", "reasons", "ranks_missing", "rows_in_spool", "by_phase"}
 """Records whose keys are data, not fields."""
 
 
@@ -34,7 +35,8 @@ def result(tmp_path: Path) -> dict[str, Any]:
         digests = [{"attempt": i, "digest": int(rank == i == 2)} for i in range(4)]
         run.fingerprints(rank, digests, process)
         row = {"sample_id": 0, "metric": "nonfinite_fraction", "value": float(rank == 2)}
-        run.history(rank, [row | {"attempt": rank}], process)
+        far = [{"sample_id": i, "attempt": i, "value": 9.0 if rank == i == 2 else rank / 2} for i in (1, 2)]
+        run.history(rank, [row | {"attempt": rank, "sample_id": 10 + rank}, *far], process)
     run.write("rank-000/history.parts/part-0000000a-000001.parquet", b"")
     found: Any = merge_run(run.url).result
     return found
@@ -53,7 +55,8 @@ def fields(value: object, name: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "section", ["coverage", "generations", "steps", "replicas", "first_nonfinite", "own_work"]
+    "section",
+    ["coverage", "generations", "steps", "replicas", "first_nonfinite", "own_work", "comparison", "layers"],
 )
 def test_every_field_is_on_the_page(result: dict[str, Any], section: str) -> None:
     """Each field stands in the part of the page that has the section's name."""
@@ -63,6 +66,14 @@ def test_every_field_is_on_the_page(result: dict[str, Any], section: str) -> Non
     found = set(fields(result[section]))
     assert len(found) > 5
     assert found - named == set()
+
+
+def test_every_column_of_the_comparison_is_on_the_page() -> None:
+    """The page lists the columns of comparison.parquet, in their order."""
+    _, _, rest = PAGE.partition("`comparison.parquet` is sorted by")
+    part = rest.partition("\n## ")[0]
+    listed = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", part, re.MULTILINE)))
+    assert sorted(listed) == sorted(COMPARISON_SCHEMA.names)
 
 
 def test_every_column_of_the_table_is_on_the_page() -> None:

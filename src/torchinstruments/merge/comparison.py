@@ -47,6 +47,7 @@ class ComparisonFold:
         self._folder = tempfile.TemporaryDirectory(prefix="torchinstruments-merge-")
         self._table = _TableFile(Path(self._folder.name) / COMPARISON_FILE)
         self._widest = _WidestRows()
+        self._combined: dict[SeriesKey, dict[str, object]] = {}
         self._num_compared = 0
         self._num_without_value = 0
         self._not_compared: Counter[str] = Counter()
@@ -67,6 +68,7 @@ class ComparisonFold:
         """Takes what was found in a stretch; stretches come in the order of the run."""
         self._table.add(block.table)
         self._widest.add(block.widest)
+        self._combined.update({one.key: one.record() for one in block.combined})
         self._num_compared += block.num_compared
         self._num_without_value += block.num_without_value
         self._not_compared.update(block.not_compared)
@@ -100,6 +102,10 @@ class ComparisonFold:
     def of_series(self) -> dict[SeriesKey, dict[str, object]]:
         """Returns what ``across_ranks`` of a series says of its cells."""
         return self._widest.of_series()
+
+    def combined(self) -> dict[SeriesKey, dict[str, object]]:
+        """Returns the number of a whole tensor that the parts of a series give, at the latest forward."""
+        return self._combined
 
 
 class _TableFile:

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from torchinstruments.merge.combined_parts import CombinedParts, combined_parts
 from torchinstruments.merge.comparison_cells import Cells, differing_texts
 from torchinstruments.merge.comparison_rows import AlignedRows, ComparisonTask, read_aligned
 from torchinstruments.merge.rank_statistics import (
@@ -90,6 +91,7 @@ class ComparisonBlock:
     Attributes:
         table: Sorted rows, texts as dictionaries.
         widest: Of the series in it.
+        combined: Numbers of whole tensors from those of their parts, of the latest forward of each series.
         num_rows: Rows of ``history`` of all ranks.
         num_compared: Those of them that have a value in a row of the table.
         num_without_value: Those of them without a value, in cells of any kind.
@@ -100,6 +102,7 @@ class ComparisonBlock:
 
     table: pa.Table
     widest: Widest
+    combined: list[CombinedParts]
     num_rows: int
     num_compared: int
     num_without_value: int
@@ -119,6 +122,7 @@ def compare_block(task: ComparisonTask) -> ComparisonBlock:
     return ComparisonBlock(
         table=found.table,
         widest=_widest(found, rows.cells),
+        combined=found.combined,
         num_rows=rows.num_rows,
         num_compared=int(found.statistics.num_ranks.sum()),
         num_without_value=int(rows.without_value.sum()),
@@ -134,7 +138,9 @@ class _Found:
     def __init__(self, rows: AlignedRows) -> None:
         cells: list[_Integers] = [np.zeros(0, np.int64)]
         found: list[RankStatistics] = []
-        for columns, statistics in (*_of_whole(rows), *_of_parts(rows)):
+        of_parts = list(_of_parts(rows))
+        self.combined = combined_parts(rows, of_parts)
+        for columns, statistics in (*_of_whole(rows), *of_parts):
             kept = np.flatnonzero(statistics.num_ranks > 1)
             cells.append(columns[kept])
             found.append(statistics.taken(kept))

@@ -215,6 +215,7 @@ class Provenances:
         self._numbers: dict[tuple[str | float | None, ...], int] = {}
         self._codes: list[dict[str | float | None, int]] = [{} for _ in PROVENANCE]
         self._table = np.zeros((0, len(PROVENANCE)), np.int64)
+        self._sizes: list[int] = []
 
     def numbers(self, batch: pa.RecordBatch) -> _Integers:
         """Returns the number of each row's combination."""
@@ -235,6 +236,10 @@ class Provenances:
             found.append(self._number(tuple(by_name[name] for name in PROVENANCE)))
         return np.array(found, np.int64)[positions]
 
+    def sizes(self, number: _Integers) -> _Integers:
+        """Returns the entries of a tensor of each combination's shape, -1 where there is no shape."""
+        return np.array([*self._sizes, -1], np.int64)[number]
+
     def differing(self, number: _Integers, other: _Integers) -> _Integers:
         """Returns in which columns combinations differ: bit i stands for the i-th of `PROVENANCE`."""
         weights = 1 << np.arange(len(PROVENANCE))
@@ -247,7 +252,13 @@ class Provenances:
                 known.setdefault(one, len(known)) for known, one in zip(self._codes, combination, strict=True)
             ]
             self._table = np.concatenate([self._table, np.array([codes], np.int64)])
+            self._sizes.append(_size_of(str(combination[PROVENANCE.index("shape")])))
         return number
+
+
+def _size_of(shape: str) -> int:
+    sizes = shape.split("x")
+    return math.prod(map(int, sizes)) if all(size.isdecimal() for size in sizes) else -1
 
 
 def differing_texts() -> list[str]:

@@ -82,6 +82,7 @@ class AlignedRows:
         ranks: Those with rows in it, ascending.
         without_value: Ranks that have a row and no value, shape ``[cells]``.
         differing: Bits of `PROVENANCE` that are not the same on all ranks with a row, shape ``[cells]``.
+        sizes: Entries of the tensor on the first rank with a row, -1 without a shape; shape ``[cells]``.
         not_compared: `NOT_COMPARED` to rows.
         ambiguous: Rank to rows of forwards that two of its processes have; they are not compared.
         num_repeated: Rows of a cell that a later row of the same process replaces.
@@ -92,6 +93,7 @@ class AlignedRows:
     ranks: tuple[RankRows, ...]
     without_value: _Integers
     differing: _Integers
+    sizes: _Integers
     not_compared: dict[str, int]
     ambiguous: dict[int, int]
     num_repeated: int
@@ -112,6 +114,7 @@ def read_aligned(task: ComparisonTask) -> AlignedRows:
         ranks=ranks,
         without_value=_grown(grid.without_value, size, 0),
         differing=_grown(grid.differing, size, 0),
+        sizes=grid.sizes(),
         not_compared=grid.not_compared,
         ambiguous=grid.ambiguous,
         num_repeated=grid.num_repeated,
@@ -174,6 +177,10 @@ class _Grid:
                     values = values if layout.chosen is None else values[layout.chosen]
                     found.append((part.process, layout, values))
         return self._joined(rank, self._unambiguous(rank, found))
+
+    def sizes(self) -> _Integers:
+        """Returns the entries of each cell's tensor."""
+        return self._provenances.sizes(_grown(self._first_provenance, len(self.cells), -1))
 
     def _layout(self, place: int, batch: pa.RecordBatch) -> _Layout:
         has_value = np.isfinite(floats(batch, "value"))

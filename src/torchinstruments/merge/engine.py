@@ -155,7 +155,7 @@ def _folded(
         "first_nonfinite": ranks.first_nonfinite.record(),
         "own_work": ranks.own_work.record(),
         "comparison": comparison.record(),
-        "layers": layers.records(comparison.of_series()),
+        "layers": layers.records(comparison.of_series(), comparison.combined()),
     }
     files = {SUMMARY_FILE: table.encoded(), STEPS_FILE: ranks.steps.encoded()}
     large_files = {COMPARISON_FILE: comparison.file()}

@@ -107,6 +107,7 @@ class LayerFold:
         self._entries: dict[int, dict[int, tuple[SeriesSummaries, int]]] = {}
         self._num_ranks: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._compared: Mapping[SeriesKey, Mapping[str, object]] = {}
+        self._combined: Mapping[SeriesKey, Mapping[str, object]] = {}
         self._lowest, self._highest = _Extreme(1.0), _Extreme(-1.0)
         self._latest_lowest, self._latest_highest = _Extreme(1.0), _Extreme(-1.0)
 
@@ -140,13 +141,18 @@ class LayerFold:
         """Series of all ranks."""
         return len(self._numbers)
 
-    def records(self, compared: Mapping[SeriesKey, Mapping[str, object]]) -> list[dict[str, object]]:
+    def records(
+        self,
+        compared: Mapping[SeriesKey, Mapping[str, object]],
+        combined: Mapping[SeriesKey, Mapping[str, object]],
+    ) -> list[dict[str, object]]:
         """Returns a record of every layer: in catalog order, then those that no catalog lists.
 
         Args:
             compared: What the comparison says of each series, see `ComparisonFold.of_series`.
+            combined: Numbers of whole tensors, see `ComparisonFold.combined`.
         """
-        self._compared = compared
+        self._compared, self._combined = compared, combined
         by_layer: dict[str, list[tuple[_TensorKey, _Tensor]]] = {}
         for key in sorted(self._tensors):
             by_layer.setdefault(key[0], []).append((key, self._tensors[key]))
@@ -202,6 +208,7 @@ class LayerFold:
             },
             **self._compared.get(key, _NOT_COMPARED),
         }
+        record["combined"] = self._combined.get(key)
         return record
 
     def _number_of(self, key: SeriesKey) -> int:
