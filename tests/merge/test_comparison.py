@@ -14,9 +14,13 @@ import pytest
 from merge.run_folder import RunFolder, process_of, whole_run
 from merge.synthetic_run import SyntheticRun
 from torchinstruments.merge import comparison_plan
+from torchinstruments.merge.alignment import AlignmentFold
 from torchinstruments.merge.comparison_blocks import COMPARISON_SCHEMA
 from torchinstruments.merge.comparison_cells import PROVENANCE
+from torchinstruments.merge.comparison_plan import ComparisonPlan
 from torchinstruments.merge.engine import merge_run
+from torchinstruments.merge.plan import plan_merge
+from torchinstruments.merge.reading import read_rank
 from torchinstruments.records import Member
 
 Row = dict[str, Any]
@@ -574,3 +578,28 @@ def test_nothing_is_combined_that_is_not_exact(tmp_path: Path) -> None:
     for row in one_more[2]:
         row["shape"] = "3x3"
     assert set(shard_run(tmp_path / "shapes", one_more).values()) == {None}
+
+
+def test_a_stretch_is_bounded_whatever_the_length_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice the run gives twice the stretches, each of as many forwards and row groups as before."""
+    sizes: list[list[tuple[int, int]]] = []
+    for samples in (40, 80):
+        folder = RunFolder(tmp_path / str(samples), world_size=3)
+        run = SyntheticRun(folder, samples, 2, part_samples=5).write()
+        merge_plan = plan_merge([folder.url], None, None)
+        plan, alignment = ComparisonPlan(), AlignmentFold()
+        for task in merge_plan.tasks:
+            reading = read_rank(task)
+            alignment.add(reading.keys)
+            plan.add_rank(reading.rank, reading.row_spans)
+        assert plan.num_rows == 3 * run.rows
+        num_series = run.rows // samples
+        monkeypatch.setattr(comparison_plan, "MAX_BLOCK_VALUES", 3 * 10 * num_series)
+        tasks = list(plan.tasks(alignment.samples, num_series, "run-a", merge_plan.sources))
+        groups = [sum(len(groups) for _, parts in task.parts for _, groups in parts) for task in tasks]
+        sizes.append(
+            [(task.last[1] - task.first[1] + 1, number) for task, number in zip(tasks, groups, strict=True)]
+        )
+    assert sizes == [[(10, 6)] * 4, [(10, 6)] * 8]
