@@ -120,18 +120,21 @@ class Cells:
                 found.append(-1)
         return np.repeat(np.array(found, np.int64), np.diff(np.append(starts, len(attempt))))
 
-    def columns(self, batch: pa.RecordBatch, moment: _Integers) -> _Integers:
-        """Returns the cell of each row of the stretch; below 0 where it belongs to none, see `NOT_COMPARED`.
+    def kinds(self, batch: pa.RecordBatch) -> tuple[_Integers, _Integers]:
+        """Returns series and variant number of each row, the latter below 0 where it has no cell (worker)."""
+        return self._series.number(batch), self._variants_of(batch)
+
+    def columns(self, moment: _Integers, series: _Integers, variant: _Integers) -> _Integers:
+        """Returns the cell of each row of the stretch; below 0 where it belongs to none, as its variant is.
 
         Args:
-            batch: Rows, all inside the stretch.
             moment: The number of each row's forward.
+            series: As in `kinds`.
+            variant: As in `kinds`.
 
         Raises:
             TooManySeriesError: There are more cells than a word can number.
         """
-        variant = self._variants_of(batch)
-        series = self._series.number(batch)
         if (
             len(self.moments) >> _MOMENT_BITS
             or len(self.variants) >> _VARIANT_BITS

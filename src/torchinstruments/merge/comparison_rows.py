@@ -16,6 +16,7 @@ from torchinstruments.errors import StorageError
 from torchinstruments.merge.comparison_cells import NOT_COMPARED, PROVENANCE, Cells, Provenances
 from torchinstruments.merge.failures import of_rank
 from torchinstruments.merge.parts import open_part
+from torchinstruments.merge.repeated_runs import repeated_runs
 from torchinstruments.merge.row_spans import Moment
 from torchinstruments.merge.sources import Source, opened
 from torchinstruments.store.documents import UnusableFileError
@@ -28,6 +29,7 @@ __all__ = ["COMPARED_COLUMNS", "AlignedRows", "ComparisonTask", "RankRows", "rea
 _PLACE_COLUMNS = ("generation", "attempt", "forward_in_attempt")
 _VARIANT_COLUMNS = ("backward_index", "mode", "scope", "replica_key")
 _LAYOUT = (*_PLACE_COLUMNS, *KEY_COLUMNS, *_VARIANT_COLUMNS, *PROVENANCE)
+_KINDS = (*KEY_COLUMNS, *_VARIANT_COLUMNS, *PROVENANCE)
 COMPARED_COLUMNS = (*_LAYOUT, "forward_index", "value")
 """Columns of ``history`` that a comparison reads."""
 
@@ -202,8 +204,11 @@ class _Grid:
         none = np.zeros(0, np.int64)
         if len(inside) == 0:
             return _Layout(batch, has_value, chosen, none, none, none, 0, (0,) * len(NOT_COMPARED))
-        columns = self.cells.columns(rows, moment)
-        provenance = self._provenances.numbers(rows)
+        # A row without a value may belong to a cell to which one with a value would not.
+        alike = repeated_runs(rows, moment, _KINDS, [has_value[inside]])
+        series, variant = (numbers[alike.position] for numbers in self.cells.kinds(alike.rows))
+        columns = self.cells.columns(moment, series, variant)
+        provenance = self._provenances.numbers(alike.rows)[alike.position]
         lost = tuple(int((columns == -1 - one).sum()) for one in range(len(NOT_COMPARED)))
         if any(lost):
             kept = np.flatnonzero(columns >= 0)
