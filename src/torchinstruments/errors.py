@@ -14,6 +14,9 @@
 A message is one sentence: the value, what is allowed, and the way out.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 __all__ = [
     "ConfigurationError",
     "ObserverAlreadyAttachedError",
@@ -27,7 +30,14 @@ __all__ = [
 
 
 class TorchInstrumentsError(Exception):
-    """Root of the tree: catch this to catch everything that this package raises on purpose."""
+    """Root of the tree: catch this to catch everything that this package raises on purpose.
+
+    Attributes:
+        failures: Of a merge, the ranks that are known to have failed when it was given up, each with what
+            failed; empty where an error is of no rank in particular.
+    """
+
+    failures: Mapping[int, str] = MappingProxyType({})
 
 
 class ConfigurationError(TorchInstrumentsError, ValueError):

@@ -138,7 +138,7 @@ def test_shards_of_fsdp2_have_keys_of_their_own(rank_pool, tmp_path: Path):
     table = fingerprints(tmp_path / "run").filter(pl.col("kind") == "parameter")
     assert table.height == 2 * STEPS * 6
     keys = table.group_by("rank").agg(pl.col("replica_key").unique()).sort("rank")
-    assert keys["replica_key"].to_list() == [["mesh 0=S(0)@0 ranks=0"], ["mesh 0=S(0)@1 ranks=1"]]
+    assert keys["replica_key"].to_list() == [["mesh 0=S(0)@0/2 ranks=0"], ["mesh 0=S(0)@1/2 ranks=1"]]
     assert set(table.filter(pl.col("tensor") == "0.weight")["shape"]) == {"8x8"}
     assert differing(table) == []
 
@@ -149,7 +149,7 @@ def test_hsdp_is_equal_across_replicas_and_not_across_shards(four_ranks, tmp_pat
     table = fingerprints(tmp_path / "run").filter(pl.col("kind") == "parameter")
     keys = dict(table.select("rank", "replica_key").unique().sort("rank").rows())
     assert keys == {
-        rank: f"mesh replicate=R shard=S(0)@{rank % 2} ranks={rank % 2},{rank % 2 + 2}" for rank in range(4)
+        rank: f"mesh replicate=R shard=S(0)@{rank % 2}/2 ranks={rank % 2},{rank % 2 + 2}" for rank in range(4)
     }
     assert differing(table) == []
     weights = table.filter((pl.col("tensor") == "0.weight") & (pl.col("attempt") == STEPS - 1))
@@ -222,11 +222,11 @@ def test_parts_of_tensor_parallelism_have_keys_by_coordinate_and_mesh(four_ranks
     """A replicated bias is compared within its mesh; two meshes of two ranks are never mixed."""
     for rank, (whole, pairs) in enumerate(four_ranks.run(keys_of_tensor_parallel)):
         first = rank - rank % 2
-        assert whole["0.weight"] == f"mesh tp=S(0)@{rank} ranks={rank}"
-        assert whole["3.weight"] == f"mesh tp=S(1)@{rank} ranks={rank}"
+        assert whole["0.weight"] == f"mesh tp=S(0)@{rank}/4 ranks={rank}"
+        assert whole["3.weight"] == f"mesh tp=S(1)@{rank}/4 ranks={rank}"
         assert whole["3.bias"] == "mesh tp=R ranks=0-3"
         assert whole["1.weight"] == ""
-        assert pairs["0.bias"] == f"mesh tp=S(0)@{rank % 2} ranks={rank}"
+        assert pairs["0.bias"] == f"mesh tp=S(0)@{rank % 2}/2 ranks={rank}"
         assert pairs["3.bias"] == f"mesh tp=R ranks={first},{first + 1}"
 
 

@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from torchinstruments import AlwaysSampler, inject_observer, open_run, remove_observer
+from torchinstruments import AlwaysSampler, inject_observer, merge_run, open_run, remove_observer
 from torchinstruments.testing.collectives import no_collectives
 from torchinstruments.testing.ranks import RankPool
 
@@ -472,3 +472,29 @@ def test_what_no_wrapper_reduces_is_not_called_reduced(rank_pool: RankPool, tmp_
     alone = "not_synchronised: the wrapper around it leaves it alone"
     assert by_layer == {layer: alone if layer in {"embedding", "head"} else "" for layer in by_layer}
     assert {"embedding", "head", "blocks.0.up"} <= set(by_layer)
+
+
+def test_parts_are_compared_between_the_ranks_that_have_the_same(observed: Observed, tmp_path: Path):
+    """Under HSDP the halves of a parameter are equal on the two ranks that hold each, and stay two halves."""
+    result: Any = merge_run(
+        str(observed.folders["replicated_shards"]), output=str(tmp_path / "merged")
+    ).result
+    table = pl.read_parquet(tmp_path / "merged" / "comparison.parquet").filter(
+        pl.col("signal") == "parameter"
+    )
+    assert set(table["scope"]) == {"local_shard"}
+    assert set(table["num_ranks"]) == {2}
+    assert table.filter(pl.col("lowest_value") != pl.col("highest_value")).is_empty()
+    halves = table.filter((pl.col("layer") == "blocks.0.up") & (pl.col("tensor_path") == "weight"))
+    keys = {f"mesh replicate=R shard=S(0)@{half}/2 ranks={half},{half + 2}" for half in (0, 1)}
+    assert set(halves["replica_key"]) == keys
+    assert halves.group_by("replica_key").len()["len"].n_unique() == 1
+    assert result["comparison"]["rows_not_compared"]["shard_without_replica_key"] == 0
+
+
+def test_flat_parts_are_not_compared(observed: Observed, tmp_path: Path):
+    """Of flat shards nothing says which ranks hold the same: their rows are counted, and stay apart."""
+    result: Any = merge_run(str(observed.folders["flat"]), output=str(tmp_path / "merged")).result
+    table = pl.read_parquet(tmp_path / "merged" / "comparison.parquet")
+    assert set(table["signal"]) == {"input", "output", "output_gradient"}
+    assert result["comparison"]["rows_not_compared"]["shard_without_replica_key"] > 0

@@ -16,7 +16,7 @@ from torchinstruments.store.manifest import Manifest, TableState, encode_documen
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
-_HISTORY_DEFAULTS: Mapping[str, object] = {
+HISTORY_DEFAULTS: Mapping[str, object] = {
     "attempt": 0,
     "forward_in_attempt": 0,
     "micro_batch": 0,
@@ -208,7 +208,7 @@ class RunFolder:
     ) -> Path:
         """Writes a part of ``history``; `changes` replace entries of its metadata."""
         filled = [
-            {"timestamp": moment(int(str(row["sample_id"])))} | dict(_HISTORY_DEFAULTS) | dict(row)
+            {"timestamp": moment(int(str(row["sample_id"])))} | dict(HISTORY_DEFAULTS) | dict(row)
             for row in rows
         ]
         return self.part("history", rank, filled, process, sequence, **changes)

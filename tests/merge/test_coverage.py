@@ -497,6 +497,7 @@ def test_result_is_strict_json_in_a_fixed_order(tmp_path: Path) -> None:
         "replicas",
         "first_nonfinite",
         "own_work",
+        "comparison",
         "layers",
     ]
 

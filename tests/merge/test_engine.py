@@ -19,6 +19,7 @@ from torchinstruments.errors import ConfigurationError, StorageUnreachableError
 from torchinstruments.merge import mapping
 from torchinstruments.merge.engine import merge_run
 from torchinstruments.store.local import LocalStorage
+from torchinstruments.store.storage import Listing
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
@@ -91,6 +92,7 @@ def noisy_run(tmp_path: Path) -> RunFolder:
             rows = [
                 {
                     "sample_id": int(sample),
+                    "attempt": int(sample),
                     "layer": f"layer{layer}",
                     "metric": metric,
                     "value": float(random.normal()) if random.random() < 0.9 else None,
@@ -117,7 +119,9 @@ def test_every_executor_gives_the_same_bytes(
     """Threads, one or four, spawned processes and an executor that works backwards give the same bytes."""
     # So that there are several blocks; where they are cut is the caller's decision alone.
     monkeypatch.setattr("torchinstruments.merge.ranges.MAX_BLOCK_ROWS", 500)
-    seen: dict[str, set[bytes]] = {"result.json": set(), "summary.parquet": set(), "steps.parquet": set()}
+    monkeypatch.setattr("torchinstruments.merge.comparison_plan.MAX_BLOCK_VALUES", 5 * 40)
+    tables = ("summary.parquet", "steps.parquet", "comparison.parquet")
+    seen: dict[str, set[bytes]] = {file: set() for file in ("result.json", *tables)}
     for name in ("default", "1", "4", "backward", "processes"):
         output = tmp_path / name
         with executor_named(name) as executor:
@@ -125,12 +129,28 @@ def test_every_executor_gives_the_same_bytes(
         assert merged.url == str(output)
         for file, contents in seen.items():
             contents.add((output / file).read_bytes())
-    assert {file: len(contents) for file, contents in seen.items()} == {
-        "result.json": 1,
-        "summary.parquet": 1,
-        "steps.parquet": 1,
-    }
+    assert {file: len(contents) for file, contents in seen.items()} == dict.fromkeys(seen, 1)
     assert not (noisy_run.root / "merged").exists()
+
+
+def test_a_shuffled_listing_gives_the_same_bytes(
+    noisy_run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whatever order a store lists its files, every file of the merge is the same."""
+    walk = LocalStorage.walk
+    random = np.random.default_rng(3)
+
+    def shuffled(self: LocalStorage) -> Listing:
+        found = walk(self)
+        return [found[place] for place in random.permutation(len(found))]
+
+    merge_run(noisy_run.url, output=str(tmp_path / "sorted"))
+    monkeypatch.setattr(LocalStorage, "walk", shuffled)
+    merge_run(noisy_run.url, output=str(tmp_path / "shuffled"))
+    files = sorted(path.name for path in (tmp_path / "sorted").iterdir())
+    assert files == ["comparison.parquet", "result.json", "steps.parquet", "summary.parquet"]
+    for name in files:
+        assert (tmp_path / "sorted" / name).read_bytes() == (tmp_path / "shuffled" / name).read_bytes(), name
 
 
 def test_summary_names_every_rank(noisy_run: RunFolder) -> None:
@@ -166,6 +186,8 @@ def test_extrema_across_ranks_name_rank_and_sample(tmp_path: Path) -> None:
         run.history(rank, [{"sample_id": i, "value": v} for i, v in enumerate(values)], process_of(rank))
     layers: Any = merge_run(run.url).result["layers"]
     across = layers[0]["tensors"][0]["statistics"][0]["across_ranks"]
+    compared = {name: across.pop(name) for name in ("compared_cells", "cells_where_mad_is_zero", "furthest")}
+    assert (compared["compared_cells"], compared["furthest"]["rank"]) == (1, 1)
     assert across == {
         "ranks": 3,
         "lowest": {"rank": 0, "value": 2.0, "sample_id": 0},
@@ -238,7 +260,7 @@ def test_many_ranks(tmp_path: Path) -> None:
     assert merged.complete
     assert seen == [(done, 64) for done in range(1, 65)]
     assert merged.summary()["rank"].to_list() == list(range(64))
-    assert repr(merged) == f"MergeResult('{run.url}/merged', ranks='0-63', complete)"
+    assert repr(merged).splitlines()[0] == f"MergeResult('{run.url}/merged', ranks='0-63', complete)"
 
 
 def test_only_so_many_readings_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,8 +292,9 @@ def test_a_store_that_does_not_answer_ends_the_merge(tmp_path: Path, monkeypatch
         return read(self, path)
 
     monkeypatch.setattr(LocalStorage, "read", fail)
-    with pytest.raises(StorageUnreachableError):
+    with pytest.raises(StorageUnreachableError) as caught:
         merge_run(run.url)
+    assert caught.value.failures == {0: "no answer"}
     assert not (run.root / "merged").exists()
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from merge.run_folder import START, RunFolder, process_of, whole_run
 from merge.schema_checks import field_names, problems
+from torchinstruments.merge.comparison_blocks import COMPARISON_SCHEMA
 from torchinstruments.merge.engine import merge_run
 from torchinstruments.merge.entries import SUMMARY_SCHEMA
 from torchinstruments.merge.steps import STEPS_SCHEMA
@@ -36,7 +37,10 @@ def result(tmp_path: Path) -> dict[str, Any]:
         digests = [{"attempt": i, "digest": int(rank == i == 2)} for i in range(4)]
         run.fingerprints(rank, digests, process)
         row = {"sample_id": 0, "metric": "nonfinite_fraction", "value": float(rank == 2)}
-        run.history(rank, [row | {"attempt": rank}], process)
+        far = [{"sample_id": i, "attempt": i, "value": 9.0 if rank == i == 2 else rank / 2} for i in (1, 2)]
+        shard = {"sample_id": 3, "attempt": 3, "layer": "sharded", "metric": "max", "scope": "local_shard"}
+        shard |= {"replica_key": f"mesh sh=S(0)@{rank}/3 ranks={rank}", "shape": "4", "value": float(rank)}
+        run.history(rank, [row | {"attempt": rank, "sample_id": 10 + rank}, *far, shard], process)
     run.write("rank-000/history.parts/part-0000000a-000001.parquet", b"")
     error = ErrorRecord("reducer", "fc", "ValueError", "no", START.isoformat())
     lost = {"history": TableState(next_part=4)}
@@ -132,6 +136,14 @@ def test_every_column_of_the_summary_is_on_the_page() -> None:
     rows = rest.partition("\n## ")[0]
     listed = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", rows, re.MULTILINE)))
     assert sorted(listed) == sorted(SUMMARY_SCHEMA.names)
+
+
+def test_every_column_of_the_comparison_is_on_the_page() -> None:
+    """The page lists the columns of comparison.parquet, in their order."""
+    _, _, rest = PAGE.partition("`comparison.parquet` is sorted by")
+    part = rest.partition("\n## ")[0]
+    listed = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", part, re.MULTILINE)))
+    assert sorted(listed) == sorted(COMPARISON_SCHEMA.names)
 
 
 def test_every_column_of_the_table_is_on_the_page() -> None:

@@ -76,6 +76,20 @@ def test_replacing_leaves_the_new_data_alone(storage: Storage, open_again: Calla
     assert open_again().read("manifest.json") == b"second"
 
 
+@pytest.mark.parametrize("size_bytes", [0, 11, 6 * 2**20])
+def test_a_file_of_this_host_replaces_one_there(
+    storage: Storage, open_again: Callable[[], Storage], tmp_path: Path, size_bytes: int
+) -> None:
+    """What a local file holds comes to lie there whole, in place of what was there, and the file stays."""
+    source = tmp_path / "source.bin"
+    source.write_bytes(bytes(range(256)) * (size_bytes // 256) + b"x" * (size_bytes % 256))
+    for _ in range(2):
+        storage.replace_with_file("merged/comparison.parquet", source)
+        assert open_again().read("merged/comparison.parquet") == source.read_bytes()
+    assert source.stat().st_size == size_bytes
+    assert [entry.path for entry in open_again().walk()] == ["merged/comparison.parquet"]
+
+
 def test_only_the_first_creation_succeeds(storage: Storage, open_again: Callable[[], Storage]) -> None:
     """Who comes second is told so and changes nothing."""
     assert storage.create("run.json", b"first")

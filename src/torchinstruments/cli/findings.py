@@ -1,4 +1,4 @@
-"""The head of what ``merge`` prints: same steps, equal replicas, the first nonfinite value, late ranks."""
+"""The head of what ``merge`` prints: steps, replicas, the first nonfinite value, late and far ranks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -27,6 +27,7 @@ def finding_lines(result: _Record) -> list[tuple[str, str]]:
         ("nonfinite", _nonfinite_text(_record(result["first_nonfinite"]))),
         ("late", _late_text(_record(result["own_work"]))),
         *_unsynchronised_lines(_record(_record(result["steps"])["unsynchronised_steps"])),
+        ("furthest", _furthest_text(_record(result["comparison"]))),
     ]
 
 
@@ -99,6 +100,22 @@ def _late_text(own_work: _Record) -> str:
         f"({_number(latest['share_of_attempt']):.0%}), generation {last['generation']}"
     )
     return f"{text}; ranks {last['waiting_ranks']} wait" if last["waiting_ranks"] else text
+
+
+def _furthest_text(comparison: _Record) -> str:
+    widest = _list(comparison["widest"])
+    if not widest:
+        if not _integer(comparison["cells"]):
+            return "not known: no forward was measured on two ranks"
+        return "none, in values of three ranks or more"
+    one = _record(widest[0])
+    layer = str(one["layer"]) or "(root)"
+    what = f"{layer} {one['signal']} {one['stage']}".rstrip()
+    text = (
+        f"rank {one['rank']}, {_moment(one)}: {what} {one['metric']} {_number(one['value']):.4g}, "
+        f"{_number(one['mads']):.3g} median deviations from {_number(one['median_of_ranks']):.4g}"
+    )
+    return f"{text}; ranks differ in {one['differs_in']}" if one["differs_in"] else text
 
 
 _NO_TIMES = "not known: the run has no steps"

@@ -61,10 +61,10 @@ def _run(arguments: argparse.Namespace) -> int:
 COMMAND = Command(
     name="merge",
     summary="merge what the ranks of a run left into one result",
-    description="Reads the folders of all ranks and writes merged/result.json, with summary.parquet and "
-    "steps.parquet beside it. Says whether all that was expected was there, whether all ranks did the same "
-    "steps, whether replicas are equal, which rank saw the first nonfinite value, and which one is late by "
-    "its own work. Works while the job runs, too.",
+    description="Reads the folders of all ranks and writes merged/result.json, with summary.parquet, "
+    "steps.parquet and comparison.parquet beside it. Says whether all that was expected was there, whether "
+    "all ranks did the same steps, whether replicas are equal, which rank saw the first nonfinite value, "
+    "which one is late by its own work, which is furthest from the others. Works while the job runs, too.",
     add_arguments=_add_arguments,
     run=_run,
 )

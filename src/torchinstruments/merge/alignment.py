@@ -60,6 +60,11 @@ class AlignmentFold:
         if not np.array_equal(keys, self._union):
             self._union = _plain(np.union1d(_records(self._union), _records(keys)))
 
+    @property
+    def samples(self) -> SampleKeys:
+        """The samples of all ranks together."""
+        return np.zeros((0, len(_WITH_ATTEMPTS)), np.int64) if self._union is None else self._union
+
     def record(self) -> dict[str, object]:
         """Returns ``coverage.alignment``."""
         num_common = 0 if self._common is None else len(self._common)

@@ -10,9 +10,12 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torchinstruments.errors import ConfigurationError, StorageError, TorchInstrumentsError
 from torchinstruments.merge.catalogs import joined_modules
+from torchinstruments.merge.comparison import COMPARISON_FILE, ComparisonFold
+from torchinstruments.merge.comparison_blocks import compare_block
 from torchinstruments.merge.coverage import Coverage, CoverageFold
 from torchinstruments.merge.entries import SummaryTable
 from torchinstruments.merge.first_nonfinite import FirstNonfiniteFold
@@ -114,6 +117,18 @@ def _num_threads() -> int:
 def _merge(
     plan: MergePlan, output: str | None, inline_ranks: int, progress: Progress | None, executor: Executor
 ) -> MergeResult:
+    with ComparisonFold() as comparison:
+        return _folded(plan, output, inline_ranks, progress, executor, comparison)
+
+
+def _folded(
+    plan: MergePlan,
+    output: str | None,
+    inline_ranks: int,
+    progress: Progress | None,
+    executor: Executor,
+    comparison: ComparisonFold,
+) -> MergeResult:
     statistics = plan.inventory.run.statistics
     layers = LayerFold(statistics, inline=len(plan.tasks) <= inline_ranks)
     coverage = CoverageFold(plan)
@@ -132,12 +147,18 @@ def _merge(
         coverage.fired.add(reading.rank, modules, reading)
         coverage.add(reading, of_rank)
         ranks.add(task, reading, modules, of_rank)
+        comparison.plan.add_rank(reading.rank, reading.row_spans)
         views += of_rank
         if progress is not None:
             progress(done, len(plan.tasks))
     _require_presence(plan, coverage.set_aside)
     found = coverage.result()
     ranks.look_closer(plan, found, executor)
+    stretches = comparison.plan.tasks(
+        coverage.alignment.samples, layers.num_series, plan.inventory.run.run_id, plan.sources
+    )
+    for block in in_order(executor, compare_block, stretches):
+        comparison.add_block(block)
     result: dict[str, object] = {
         "schema_version": RESULT_SCHEMA_VERSION,
         "run": _run_section(plan),
@@ -148,10 +169,12 @@ def _merge(
         "replicas": ranks.replicas.record(),
         "first_nonfinite": ranks.first_nonfinite.record(),
         "own_work": ranks.own_work.record(),
-        "layers": layers.records(),
+        "comparison": comparison.record(),
+        "layers": layers.records(comparison.of_series(), comparison.combined()),
     }
     files = {SUMMARY_FILE: table.encoded(), STEPS_FILE: ranks.steps.encoded()}
-    return _written(plan, output, result, files, is_complete=found.is_complete)
+    large_files = {COMPARISON_FILE: comparison.file()}
+    return _written(plan, output, result, files, large_files, is_complete=found.is_complete)
 
 
 def _require_presence(plan: MergePlan, set_aside: Collection[SetAside]) -> None:
@@ -263,6 +286,7 @@ def _written(
     output: str | None,
     result: dict[str, object],
     files: Mapping[str, bytes],
+    large_files: Mapping[str, Path],
     *,
     is_complete: bool,
 ) -> MergeResult:
@@ -273,6 +297,8 @@ def _written(
     try:
         for name, data in files.items():
             storage.replace(name, data)
+        for name, path in large_files.items():
+            storage.replace_with_file(name, path)
         # Last, so that a result never speaks of a file that is not there.
         storage.replace(RESULT_FILE, encode_document(result))
     except TorchInstrumentsError:

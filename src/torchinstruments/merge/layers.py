@@ -4,7 +4,7 @@ Ranks are folded in ascending order, so that ties go to the lowest rank and the 
 bytes. Nothing here is a mean over ranks: an extremum over ranks names the rank that holds it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ SUMMARY_FILE = "summary.parquet"
 _TensorKey = tuple[str, int, str, str, str]
 
 _TEXT_NAMES = {"shape": "latest_shape"}
+
+_NOT_COMPARED: Mapping[str, object] = {"compared_cells": 0, "cells_where_mad_is_zero": 0, "furthest": None}
+"""Said of a series that no two ranks have a value of at one forward."""
 
 
 class _Extreme:
@@ -103,6 +106,8 @@ class LayerFold:
         self._layer_ranks: dict[str, set[int]] = {}
         self._entries: dict[int, dict[int, tuple[SeriesSummaries, int]]] = {}
         self._num_ranks: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._compared: Mapping[SeriesKey, Mapping[str, object]] = {}
+        self._combined: Mapping[SeriesKey, Mapping[str, object]] = {}
         self._lowest, self._highest = _Extreme(1.0), _Extreme(-1.0)
         self._latest_lowest, self._latest_highest = _Extreme(1.0), _Extreme(-1.0)
 
@@ -131,8 +136,23 @@ class LayerFold:
             for place, one in enumerate(series.tolist()):
                 self._entries.setdefault(one, {})[rank] = (summaries, place)
 
-    def records(self) -> list[dict[str, object]]:
-        """Returns a record of every layer: in catalog order, then those that no catalog lists."""
+    @property
+    def num_series(self) -> int:
+        """Series of all ranks."""
+        return len(self._numbers)
+
+    def records(
+        self,
+        compared: Mapping[SeriesKey, Mapping[str, object]],
+        combined: Mapping[SeriesKey, Mapping[str, object]],
+    ) -> list[dict[str, object]]:
+        """Returns a record of every layer: in catalog order, then those that no catalog lists.
+
+        Args:
+            compared: What the comparison says of each series, see `ComparisonFold.of_series`.
+            combined: Numbers of whole tensors, see `ComparisonFold.combined`.
+        """
+        self._compared, self._combined = compared, combined
         by_layer: dict[str, list[tuple[_TensorKey, _Tensor]]] = {}
         for key in sorted(self._tensors):
             by_layer.setdefault(key[0], []).append((key, self._tensors[key]))
@@ -156,9 +176,7 @@ class LayerFold:
                     "stage": key[3],
                     "tensor_path": key[4],
                     **tensor.record(),
-                    "statistics": [
-                        self._statistic(one, keys[one].metric) for one in self._ordered(tensor, keys)
-                    ],
+                    "statistics": [self._statistic(one, keys[one]) for one in self._ordered(tensor, keys)],
                 }
                 for key, tensor in tensors
             ],
@@ -172,8 +190,8 @@ class LayerFold:
         )
         return [one for _, _, one in ranked]
 
-    def _statistic(self, one: int, metric: str) -> dict[str, object]:
-        record: dict[str, object] = {"metric": metric}
+    def _statistic(self, one: int, key: SeriesKey) -> dict[str, object]:
+        record: dict[str, object] = {"metric": key.metric}
         if self._inline:
             record["ranks"] = {
                 str(rank): entry(summaries, place) for rank, (summaries, place) in self._entries[one].items()
@@ -188,7 +206,9 @@ class LayerFold:
                 "lowest": self._latest_lowest.record(one),
                 "highest": self._latest_highest.record(one),
             },
+            **self._compared.get(key, _NOT_COMPARED),
         }
+        record["combined"] = self._combined.get(key)
         return record
 
     def _number_of(self, key: SeriesKey) -> int:

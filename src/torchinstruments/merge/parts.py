@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchinstruments.errors import StorageError
+from torchinstruments.merge.failures import of_rank
 from torchinstruments.merge.row_checks import checked, table_schema
 from torchinstruments.merge.sources import Source, opened
 from torchinstruments.store.documents import UnusableFileError
@@ -25,6 +26,7 @@ __all__ = [
     "checked_batches",
     "open_part",
     "reread",
+    "reread_groups",
 ]
 
 MAX_FETCHED_BYTES = 64 * 2**20
@@ -113,13 +115,36 @@ def reread(
         ChangedPartError: It cannot be read any more, or not in these columns.
         StorageError: A store did not answer.
     """
+    with _second_look(sources, run_id, part) as file:
+        yield from batches(file, columns)
+
+
+def reread_groups(
+    sources: Sequence[Source], run_id: str, part: PartFile, columns: Sequence[str], groups: Sequence[int]
+) -> Iterator[pa.RecordBatch]:
+    """Yields row groups of a part that could be read to its end before, one batch each (offline, any worker).
+
+    Raises:
+        StorageError: A store did not answer.
+        ChangedPartError: It cannot be read any more, or not in these columns.
+    """
+    with _second_look(sources, run_id, part) as file:
+        for group in groups:
+            # One thread: the merge is parallel over what is compared.
+            table = file.read_row_group(group, columns=list(columns), use_threads=False)
+            yield from table.unify_dictionaries().combine_chunks().to_batches()
+
+
+@contextlib.contextmanager
+def _second_look(sources: Sequence[Source], run_id: str, part: PartFile) -> Generator[pq.ParquetFile]:
+    """Opens a part that could be read before; errors name its rank."""
     storage = opened(sources[part.source])
     try:
         with open_part(storage, part, run_id) as file:
-            yield from batches(file, columns)
+            yield file
     except FileNotFoundError as error:
         raise ChangedPartError(f"{storage.url.rstrip('/')}/{part.path} is gone") from error
-    except StorageError:
-        raise
+    except StorageError as error:
+        raise of_rank(part.rank, error)  # noqa: B904 - it is the same error
     except (UnusableFileError, pa.ArrowException, OSError, ValueError) as error:
         raise ChangedPartError(f"{storage.url.rstrip('/')}/{part.path} ({error})") from error

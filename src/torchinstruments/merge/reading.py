@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from torchinstruments.errors import StorageDeniedError, StorageError
 from torchinstruments.merge.alignment import SampleKeys, sample_keys
+from torchinstruments.merge.failures import of_rank
 from torchinstruments.merge.fingerprint_rows import FINGERPRINT_COLUMNS, FingerprintRows
 from torchinstruments.merge.nonfinite_rows import (
     EVIDENCE_COLUMNS,
@@ -26,6 +27,7 @@ from torchinstruments.merge.nonfinite_rows import (
     evidence_rows,
 )
 from torchinstruments.merge.parts import batches, check_all_columns, checked_batches, open_part, reread
+from torchinstruments.merge.row_spans import GroupIds, RowSpan, group_ids, row_spans
 from torchinstruments.merge.sources import opened
 from torchinstruments.merge.step_rows import STEP_COLUMNS, StepRows
 from torchinstruments.merge.tasks import Disagreement, ProcessRows, RankReading, RankTask
@@ -77,7 +79,10 @@ def read_rank(task: RankTask) -> RankReading:
         StorageError: A store did not answer. A file that is bad by itself raises nothing and is set aside.
         ChangedPartError: A part turned out to be damaged in columns that only a closer look reads.
     """
-    return _RankReader(task).read()
+    try:
+        return _RankReader(task).read()
+    except StorageError as error:
+        raise of_rank(task.rank, error)  # noqa: B904 - it is the same error
 
 
 @dataclass(slots=True)
@@ -86,6 +91,7 @@ class _ProcessTally:
     generations: set[int] = field(default_factory=set)
     samples: list["_Samples"] = field(default_factory=list)
     in_history: list[tuple[PartFile, npt.NDArray[np.int64]]] = field(default_factory=list)
+    row_groups: list[GroupIds] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +139,7 @@ class _RankReader:
             steps=self._steps.finish(),
             fingerprints=self._fingerprints.finish(),
             nonfinite=self._read_evidence(has_unrecorded=has_unrecorded),
+            row_spans=tuple(span for tally in self._tallies.values() for span in _row_spans(tally)),
         )
 
     def _read_or_set_aside(self, part: PartFile) -> None:
@@ -200,6 +207,7 @@ class _RankReader:
         if ids:
             distinct = np.unique(np.concatenate(ids))
             self._tally(part).in_history.append((part, distinct))
+            self._tally(part).row_groups += group_ids(part, file.metadata)
             self._nonfinite.add(part, nonfinite, distinct)
         self._note(part, file.metadata.num_rows, found, generations)
 
@@ -337,6 +345,24 @@ def _samples(batch: pa.RecordBatch) -> _Samples:
         started_at_us=microseconds(batch, "started_at"),
         is_missed=is_missed[positions] if len(states) else np.zeros(0, np.bool_),
     )
+
+
+def _row_spans(tally: _ProcessTally) -> list[RowSpan]:
+    if not tally.row_groups:
+        return []
+    moments = [
+        np.stack(
+            [
+                one.generation,
+                one.attempt,
+                np.where(one.attempt >= 0, one.forward_in_attempt, one.forward_index),
+            ],
+            axis=1,
+        )
+        for one in tally.samples
+    ]
+    ids = np.concatenate([one.sample_id for one in tally.samples])
+    return row_spans(tally.row_groups, ids, np.concatenate(moments))
 
 
 def _keys(samples: Sequence[_Samples]) -> SampleKeys:

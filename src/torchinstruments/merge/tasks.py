@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torchinstruments.merge.alignment import SampleKeys
 from torchinstruments.merge.fingerprint_rows import FingerprintReading
 from torchinstruments.merge.nonfinite_rows import NonfiniteReading
+from torchinstruments.merge.row_spans import RowSpan
 from torchinstruments.merge.sources import Source
 from torchinstruments.merge.step_rows import StepReading
 from torchinstruments.store.inventory import PartFile, SetAside
@@ -101,6 +102,7 @@ class RankReading:
         steps: Its attempts.
         fingerprints: Of its parameters and buffers.
         nonfinite: Where it first saw NaN or infinity.
+        row_spans: Which forwards its row groups of ``history`` have rows of.
     """
 
     rank: int
@@ -113,3 +115,4 @@ class RankReading:
     steps: StepReading
     fingerprints: FingerprintReading
     nonfinite: NonfiniteReading
+    row_spans: tuple[RowSpan, ...]

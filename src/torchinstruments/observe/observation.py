@@ -13,6 +13,7 @@ import torch
 
 from torchinstruments.observe.engine import is_capturing_graph
 from torchinstruments.observe.selection import Layer
+from torchinstruments.ranks.replicas import key_of_layout
 from torchinstruments.records import (
     Absent,
     Execution,
@@ -92,6 +93,7 @@ class Observation:
         reason: Why nothing was measured, else ``""``.
         has_histograms: Whether it has those of its part, absent ones included.
         stage: Of a parameter's gradient.
+        replica_key: Of a part of a sharded tensor: which part, and which ranks have the same.
     """
 
     call: Call
@@ -106,6 +108,7 @@ class Observation:
     reason: str
     has_histograms: bool = False
     stage: Stage = Stage.NONE
+    replica_key: str = ""
 
 
 @dataclass(slots=True)
@@ -302,7 +305,7 @@ class Delivery:
             mode=call.mode,
             grad_enabled=call.grad_enabled,
             scope=observation.scope,
-            replica_key="",
+            replica_key=observation.replica_key,
             execution=call.execution,
             shape=observation.shape,
             dtype=observation.dtype,
@@ -334,6 +337,7 @@ def note_tensor(call: Call, signal: Signal, path: str, tensor: torch.Tensor) -> 
 def _look(part: Part | None, call: Call, signal: Signal, path: str, tensor: torch.Tensor) -> Observation:
     """Returns the observation of a tensor, with its numbers in the part's batch, if there is one."""
     timestamp_us = time.time_ns() // 1000
+    replica_key = ""
     in_focus = part is not None and call.layer.index in part.focus
     with unintercepted():
         device = tensor.device
@@ -347,6 +351,7 @@ def _look(part: Part | None, call: Call, signal: Signal, path: str, tensor: torc
             if call.plain_scope is not Scope.LOCAL and scope is Scope.LOCAL:
                 scope = _scope_of_plain(call, signal, tensor)
             index, reason = -1 if part is None else part.batch.add(local, histograms=in_focus), ""
+            replica_key = _key_of_part(tensor) if scope is Scope.LOCAL_SHARD else ""
     with unintercepted():
         shape, dtype = _shape(local), _dtype(local)
     return Observation(
@@ -361,6 +366,7 @@ def _look(part: Part | None, call: Call, signal: Signal, path: str, tensor: torc
         index=index,
         reason=reason,
         has_histograms=in_focus,
+        replica_key=replica_key,
     )
 
 
@@ -398,6 +404,7 @@ def take_absence(
             reason=reason,
             has_histograms=call.layer.index in part.focus,
             stage=stage,
+            replica_key="" if like is None else like.replica_key,
         )
     )
 
@@ -426,6 +433,12 @@ def _scope_of_plain(call: Call, signal: Signal, tensor: torch.Tensor) -> Scope:
             return Scope.UNKNOWN
         case _:
             return Scope.LOCAL
+
+
+def _key_of_part(tensor: torch.Tensor) -> str:
+    """Returns which part of a sharded tensor this rank has, and which ranks have the same."""
+    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
+    return "" if mesh is None or placements is None else key_of_layout(mesh, tuple(placements))
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ fingerprints are to show.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
 
-__all__ = ["ReplicaKeys"]
+__all__ = ["ReplicaKeys", "key_of_layout"]
 
 # Each leaves the same gradient on every rank of the group.
 _SYNCHRONISING_HOOKS = ("allreduce_hook", "bf16_compress_hook", "fp16_compress_hook")
+_MAX_KEYS = 256
+_keys: dict[object, str] = {}
 _DEFAULT_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 
 
@@ -39,7 +41,6 @@ class ReplicaKeys:
 
     def __init__(self, root: nn.Module) -> None:
         self._of_parameter: dict[int, str] = {}
-        self._of_layout: dict[object, str] = {}
         active = DistributedDataParallel._get_active_ddp_module()  # noqa: SLF001 - set in its forward alone
         found = [module for module in root.modules() if isinstance(module, DistributedDataParallel)]
         if isinstance(active, DistributedDataParallel) and active not in found:
@@ -65,10 +66,7 @@ class ReplicaKeys:
 
     def _of_dtensor(self, tensor: torch.Tensor) -> str:
         mesh, placements = tensor.device_mesh, tensor.placements  # pyrefly: ignore[missing-attribute]
-        layout = (mesh, placements)
-        if layout not in self._of_layout:
-            self._of_layout[layout] = _key_of_layout(mesh, placements)
-        return self._of_layout[layout]
+        return key_of_layout(mesh, tuple(placements))
 
 
 def _key_of_ddp(wrapper: DistributedDataParallel) -> str:
@@ -82,11 +80,28 @@ def _key_of_ddp(wrapper: DistributedDataParallel) -> str:
     return f"ddp ranks={_ranks_text(dist.get_process_group_ranks(wrapper.process_group))}"
 
 
-def _key_of_layout(mesh: "DeviceMesh", placements: Sequence["Placement"]) -> str:
-    """Returns the key of the parts that a layout gives to this rank, or ``""``."""
+def key_of_layout(mesh: "DeviceMesh", placements: tuple["Placement", ...]) -> str:
+    """Returns the key of the part that a layout gives to this rank, or ``""`` (training thread, hot path).
+
+    It is ``mesh``, each axis with its placement and, where that is not replicated, which part of how many
+    this rank has, and the ranks that have the same: ``mesh dp=R tp=S(0)@1/4 ranks=1,5``.
+    """
     coordinates = mesh.get_coordinate()
     if coordinates is None:
         return ""
+    place = (mesh, placements, tuple(coordinates))
+    key = _keys.get(place)
+    if key is None:
+        key = _key_of_place(*place)
+        if len(_keys) >= _MAX_KEYS:
+            _keys.clear()
+        _keys[place] = key
+    return key
+
+
+def _key_of_place(
+    mesh: "DeviceMesh", placements: tuple["Placement", ...], coordinates: tuple[int, ...]
+) -> str:
     names = mesh.mesh_dim_names or (*map(str, range(mesh.ndim)),)
     axes: list[str] = []
     ranks = mesh.mesh
@@ -95,7 +110,7 @@ def _key_of_layout(mesh: "DeviceMesh", placements: Sequence["Placement"]) -> str
         if placements[axis].is_replicate():
             axes.append(f"{names[axis]}={placements[axis]}")
         else:
-            axes.append(f"{names[axis]}={placements[axis]}@{coordinates[axis]}")
+            axes.append(f"{names[axis]}={placements[axis]}@{coordinates[axis]}/{mesh.size(axis)}")
             ranks = ranks.select(axis, coordinates[axis])
     return f"mesh {' '.join(reversed(axes))} ranks={_ranks_text(ranks.reshape(-1).tolist())}"
 

@@ -8,6 +8,7 @@ and end with ``.tmp``; listings leave them out.
 import contextlib
 import errno
 import os
+import shutil
 import tempfile
 import uuid
 from collections.abc import Generator, Iterator
@@ -25,6 +26,7 @@ from torchinstruments.store.urls import local_path
 
 __all__ = ["LocalStorage", "sync_folder"]
 
+_COPIED_BYTES = 2**20
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _MAY_PASS = frozenset(
     {
@@ -127,6 +129,17 @@ class LocalStorage:
             os.replace(temporary, target)
             sync_folder(os.path.dirname(target))
 
+    def replace_with_file(self, path: str, source: Path) -> None:
+        """Writes what a file of this host holds, in place of the old one, in one step."""
+        target = self._absolute(path)
+        with (
+            _explained(target, "writing"),
+            source.open("rb") as file,
+            self._temporary(target, file) as temporary,
+        ):
+            os.replace(temporary, target)
+            sync_folder(os.path.dirname(target))
+
     def list(self, path: str = "") -> Listing:
         """Returns what lies directly in a folder, sorted by path."""
         folder = self._absolute(path)
@@ -166,7 +179,7 @@ class LocalStorage:
         return os.path.join(self._root, *relative.split("/")) if relative else self._root
 
     @contextlib.contextmanager
-    def _temporary(self, target: str, data: bytes) -> Generator[str]:
+    def _temporary(self, target: str, data: bytes | BinaryIO) -> Generator[str]:
         """Yields the path of a durable temporary file beside the target, and removes what is left of it."""
         folder, name = os.path.split(target)
         os.makedirs(folder, exist_ok=True)
@@ -174,7 +187,10 @@ class LocalStorage:
         temporary = os.path.join(folder, f".{name[:40]}.{uuid.uuid4().hex}.tmp")
         try:
             with open(temporary, "xb") as file:
-                file.write(data)
+                if isinstance(data, bytes):
+                    file.write(data)
+                else:
+                    shutil.copyfileobj(data, file, _COPIED_BYTES)
                 file.flush()
                 os.fsync(file.fileno())
             yield temporary

@@ -12,6 +12,7 @@ import datetime as dt
 import io
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from torchinstruments.errors import (
@@ -260,6 +261,27 @@ class FsspecStorage:
         """
         with self._explained(path, "writing"):
             self._with_folder(self._key(path), self._filesystem.pipe_file, data)
+
+    def replace_with_file(self, path: str, source: Path) -> None:
+        """Writes what a file of this host holds; a large one in pieces that appear together.
+
+        Args:
+            path: The file, relative to the folder.
+            source: The file on this host; it stays.
+
+        Raises:
+            StorageError: The store refused or did not answer; the old file may stand, or the new one.
+        """
+        key = self._key(path)
+        extra_s = source.stat().st_size / _UPLOAD_BYTES_PER_S
+        with self._explained(path, "writing"):
+            try:
+                self._call(self._filesystem.put_file, str(source), key, extra_s=extra_s)
+            except FileNotFoundError:
+                if self._protocols & _OBJECT_STORES:
+                    raise
+                self._call(self._filesystem.makedirs, key.rpartition("/")[0], exist_ok=True)
+                self._call(self._filesystem.put_file, str(source), key, extra_s=extra_s)
 
     def list(self, path: str = "") -> Listing:
         """Returns what lies directly in a folder.

@@ -5,6 +5,7 @@ half-written file where a reader looks. There is no delete: nothing that a run h
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import BinaryIO, Protocol, TypeAlias
 
 __all__ = ["FileInfo", "Listing", "Storage", "checked_path"]
@@ -71,6 +72,15 @@ class Storage(Protocol):
 
     def replace(self, path: str, data: bytes) -> None:
         """Writes a file, in place of the old one if there is one, in one step (writer thread, uploader)."""
+        ...
+
+    def replace_with_file(self, path: str, source: Path) -> None:
+        """Writes what a file of this host holds as `replace` does, without holding it in memory (offline).
+
+        Args:
+            path: The file, relative to the root.
+            source: The file on this host; it stays.
+        """
         ...
 
     def list(self, path: str = "") -> Listing:
