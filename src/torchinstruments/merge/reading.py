@@ -37,10 +37,10 @@ from torchinstruments.store.row_blocks import (
     RowBlock,
     integers,
     microseconds,
-    row_block,
 )
 from torchinstruments.store.schema import KEY_COLUMNS
-from torchinstruments.store.series import SeriesIndex, TooManySeriesError, texts_of
+from torchinstruments.store.sample_grids import NumberedRows, SharedLayouts
+from torchinstruments.store.series import TooManySeriesError, texts_of
 from torchinstruments.store.summaries import SummaryBuilder
 
 __all__ = ["read_rank"]
@@ -48,9 +48,10 @@ __all__ = ["read_rank"]
 MAX_HELD_ROWS = 1_000_000
 """Parts with more rows than this are decoded twice rather than held: about 100 bytes a row."""
 
+_SHARED = SharedLayouts()
 _FOREIGN = "foreign_run"
 _IDENTITY_COLUMNS = ("generation", "rank", "process")
-_HISTORY_COLUMNS = (*_IDENTITY_COLUMNS, *KEY_COLUMNS, *SUMMARISED_COLUMNS)
+HISTORY_COLUMNS = (*_IDENTITY_COLUMNS, *KEY_COLUMNS, *SUMMARISED_COLUMNS)
 _POSITION_COLUMNS = (
     "generation",
     "sample_id",
@@ -103,7 +104,7 @@ class _Samples:
 class _RankReader:
     def __init__(self, task: RankTask) -> None:
         self._task = task
-        self._index = SeriesIndex()
+        self._numbered = NumberedRows(_SHARED)
         self._builder = SummaryBuilder(task.window)
         self._tallies: dict[str, _ProcessTally] = {}
         self._set_aside: list[SetAside] = []
@@ -121,9 +122,10 @@ class _RankReader:
         for tally in self._tallies.values():
             has_unrecorded |= self._add_unrecorded(tally)
         samples = [one for tally in self._tallies.values() for one in tally.samples]
+        index = self._numbered.index
         return RankReading(
             rank=self._task.rank,
-            summaries=self._builder.finish(self._index.keys),
+            summaries=self._builder.finish(index.keys, index.order()),
             processes={process: _process_rows(tally) for process, tally in sorted(self._tallies.items())},
             keys=_keys(samples),
             set_aside=tuple(self._set_aside),
@@ -176,11 +178,11 @@ class _RankReader:
         nonfinite: list[dict[Phase, int]] = []
 
         def blocks() -> Iterator[RowBlock]:
-            for batch in batches(file, _HISTORY_COLUMNS):
+            for batch in batches(file, HISTORY_COLUMNS):
                 self._compare(part, batch, found, generations)
                 nonfinite.append(self._nonfinite.seen(batch))
                 ids.append(_changes(integers(batch, "sample_id")))
-                yield row_block(batch, self._index.number(batch))
+                yield from self._numbered.blocks(batch)
 
         chosen: Iterable[RowBlock]
         if file.metadata.num_rows <= MAX_HELD_ROWS:

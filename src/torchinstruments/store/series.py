@@ -61,10 +61,33 @@ class SeriesIndex:
         # Words in ascending order, and the series number of each; anew whenever the packing widens.
         self._words: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._word_numbers: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
     def __len__(self) -> int:
         """Returns how many series were seen."""
         return len(self.keys)
+
+    def copy(self) -> "SeriesIndex":
+        """Returns an index of the same series that goes its own way from now on."""
+        other = SeriesIndex(self._max_series)
+        other.keys = list(self.keys)
+        other._texts = {name: dict(numbers) for name, numbers in self._texts.items()}
+        other._widths = self._widths
+        other._words, other._word_numbers, other._order = self._words, self._word_numbers, self._order
+        return other
+
+    def order(self) -> npt.NDArray[np.int64]:
+        """Returns the numbers of all series, sorted by key."""
+        if len(self._order) != len(self.keys):
+            columns: list[npt.NDArray[np.int64]] = []
+            rest = self._words
+            for name, width in zip(reversed(SeriesKey._fields), reversed(self._widths), strict=True):
+                part, rest = rest & ((1 << width) - 1), rest >> width
+                texts = self._texts.get(name)
+                columns.append(part if texts is None else _places(list(texts))[part])
+            # The last column of a lexsort counts most.
+            self._order = self._word_numbers[np.lexsort(columns)]
+        return self._order
 
     def number(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
         """Returns the series number of each row, shape ``[rows]``; -1 where its series is beyond the bound.
@@ -172,3 +195,10 @@ class SeriesIndex:
             return np.zeros(len(distinct), np.bool_), np.zeros(len(distinct), np.int64)
         places = np.minimum(np.searchsorted(self._words, distinct), len(self._words) - 1)
         return self._words[places] == distinct, places
+
+
+def _places(texts: list[str]) -> npt.NDArray[np.int64]:
+    """Returns the place of each text among all, sorted."""
+    places = np.empty(len(texts), np.int64)
+    places[sorted(range(len(texts)), key=texts.__getitem__)] = np.arange(len(texts))
+    return places
