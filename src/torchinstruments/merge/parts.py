@@ -3,6 +3,7 @@
 import contextlib
 import io
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 from torchinstruments.errors import StorageError
 from torchinstruments.merge.sources import Source, opened
 from torchinstruments.store.documents import UnusableFileError
-from torchinstruments.store.inspection import Expected, inspect_file
+from torchinstruments.store.inspection import Expected, inspect_footer
 from torchinstruments.store.inventory import PartFile
 from torchinstruments.store.schema import TABLE_SCHEMAS
 from torchinstruments.store.storage import Storage
@@ -21,7 +22,12 @@ MAX_FETCHED_BYTES = 64 * 2**20
 """Parts up to this size are fetched by one request; larger ones are read in ranges."""
 
 BATCH_ROWS = 65_536
-"""Rows that a worker decodes at once."""
+"""Rows that a worker decodes at once: as many whole row groups as fit."""
+
+_TEXTS = {
+    table: [field.name for field in schema if pa.types.is_string(field.type)]
+    for table, schema in TABLE_SCHEMAS.items()
+}
 
 
 @contextlib.contextmanager
@@ -33,25 +39,43 @@ def open_part(storage: Storage, part: PartFile, run_id: str) -> Generator[pq.Par
     """
     if part.size_bytes == 0:
         raise UnusableFileError("empty_file")
-    texts = [field.name for field in TABLE_SCHEMAS[part.table] if pa.types.is_string(field.type)]
     with contextlib.ExitStack() as stack:
         if part.size_bytes <= MAX_FETCHED_BYTES:
-            raw = stack.enter_context(io.BytesIO(storage.read(part.path)))
+            data = storage.read(part.path)
+            raw: BinaryIO = stack.enter_context(io.BytesIO(data))
+            source: pa.NativeFile | BinaryIO = pa.BufferReader(data)
         else:
-            raw = stack.enter_context(storage.open_input(part.path, part.size_bytes))
+            raw = source = stack.enter_context(storage.open_input(part.path, part.size_bytes))
         # Rank and process of the rows are compared row by row, and reported instead of refused.
-        inspect_file(raw, Expected(part.table, run_id))
+        _, footer = inspect_footer(raw, Expected(part.table, run_id))
         raw.seek(0)
-        file = stack.enter_context(
-            pq.ParquetFile(raw, read_dictionary=texts, pre_buffer=True, page_checksum_verification=True)
+        yield stack.enter_context(
+            pq.ParquetFile(
+                source,
+                metadata=footer,
+                read_dictionary=_TEXTS[part.table],
+                pre_buffer=part.size_bytes > MAX_FETCHED_BYTES,
+                page_checksum_verification=True,
+            )
         )
-        yield file
 
 
 def batches(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """Yields the rows of a part (offline, any worker)."""
-    # One thread: the merge is parallel over ranks, and a worker's memory stays that of one batch.
-    return file.iter_batches(batch_size=BATCH_ROWS, columns=list(columns), use_threads=False)
+    metadata, names = file.metadata, list(columns)
+    groups: list[int] = []
+    rows = 0
+    # Whole row groups, so that no batch ends in the middle of a sample. One thread: the merge is parallel over
+    # ranks, and a worker's memory stays that of one batch.
+    for number in range(metadata.num_row_groups):
+        added = metadata.row_group(number).num_rows
+        if groups and rows + added > BATCH_ROWS:
+            yield from file.iter_batches(BATCH_ROWS, groups, names, use_threads=False)
+            groups, rows = [], 0
+        groups.append(number)
+        rows += added
+    if groups:
+        yield from file.iter_batches(BATCH_ROWS, groups, names, use_threads=False)
 
 
 def checked_batches(

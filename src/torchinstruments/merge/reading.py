@@ -6,7 +6,7 @@ twice instead of held.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,7 +40,7 @@ from torchinstruments.store.row_blocks import (
 )
 from torchinstruments.store.schema import KEY_COLUMNS
 from torchinstruments.store.sample_grids import NumberedRows, SharedLayouts
-from torchinstruments.store.series import TooManySeriesError, texts_of
+from torchinstruments.store.series import TooManySeriesError, codes_of, texts_of
 from torchinstruments.store.summaries import SummaryBuilder
 
 __all__ = ["read_rank"]
@@ -281,20 +281,19 @@ class _RankReader:
         generations: set[int],
     ) -> None:
         """Counts the rows of a batch that say something else than where they lie."""
-        in_rows = integers(batch, "generation")
+        if batch.num_rows == 0:
+            return
         expected = self._task.generations.get(part.process)
-        if expected is None or not bool((in_rows == expected).all()):
-            generations.update(np.unique(in_rows).tolist())
-        else:
-            generations.add(expected)
+        in_rows = _counted(batch.column("generation").to_numpy(zero_copy_only=False))
+        generations.update(in_rows)
         if expected is not None:
             _count_others(found, "generation", in_rows, expected)
-        _count_others(found, "rank", integers(batch, "rank"), part.rank)
-        positions, texts = texts_of(batch.column("process"))
-        counts = np.bincount(positions, minlength=len(texts)).tolist()
-        for text, rows in zip(texts, counts, strict=True):
-            if rows and text != part.process:
-                found["process", text[:80], part.process] += rows
+        in_rows = _counted(batch.column("rank").to_numpy(zero_copy_only=False))
+        _count_others(found, "rank", in_rows, part.rank)
+        positions, texts = codes_of(batch.column("process"))
+        for place, rows in _counted(positions).items():
+            if texts[place] != part.process:
+                found["process", texts[place][:80], part.process] += rows
 
     def _note(
         self, part: PartFile, num_rows: int, found: Counter[tuple[str, str, str]], generations: set[int]
@@ -316,13 +315,21 @@ def _changes(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return values[np.append(True, values[1:] != values[:-1])]
 
 
+def _counted(values: npt.NDArray[np.integer]) -> dict[int, int]:
+    """Returns value to rows; nearly always there is one."""
+    lowest, highest = int(values.min()), int(values.max())
+    if lowest == highest:
+        return {lowest: len(values)}
+    distinct, counts = np.unique(values, return_counts=True)
+    return dict(zip(distinct.tolist(), counts.tolist(), strict=True))
+
+
 def _count_others(
-    found: Counter[tuple[str, str, str]], column: str, values: npt.NDArray[np.int64], expected: int
+    found: Counter[tuple[str, str, str]], column: str, rows_of: Mapping[int, int], expected: int
 ) -> None:
-    others = values[values != expected]
-    if len(others):
-        for value, rows in zip(*np.unique(others, return_counts=True), strict=True):
-            found[column, str(value), str(expected)] += int(rows)
+    for value, rows in rows_of.items():
+        if value != expected:
+            found[column, str(value), str(expected)] += rows
 
 
 def _samples(batch: pa.RecordBatch) -> _Samples:

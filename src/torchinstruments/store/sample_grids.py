@@ -55,29 +55,33 @@ class SharedLayouts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: OrderedDict[int, tuple[_Layout, SeriesIndex]] = OrderedDict()
+        self._known: OrderedDict[int, tuple[_Layout, SeriesIndex, _Integers]] = OrderedDict()
         self._next = 0
 
-    def find(self, layout: _Layout) -> SeriesIndex | None:
-        """Returns an index of its own for a rank that begins with this layout; None where none did."""
+    def find(self, layout: _Layout) -> tuple[SeriesIndex, _Integers] | None:
+        """Returns an index of its own for a rank that begins with this layout, and the numbers of its rows.
+
+        Returns:
+            None where no rank did so far.
+        """
         with self._lock:
             known = list(self._known.items())
-        for number, (other, index) in reversed(known):
+        for number, (other, index, numbers) in reversed(known):
             if layout.is_same(other):
                 with self._lock:
                     if number in self._known:
                         self._known.move_to_end(number)
-                return index.copy()
+                return index.copy(), numbers
         return None
 
-    def add(self, layout: _Layout, index: SeriesIndex) -> None:
-        """Keeps what the first layout of a rank made of an empty index."""
+    def add(self, layout: _Layout, index: SeriesIndex, numbers: _Integers) -> None:
+        """Keeps what the first layout of a rank made of an empty index, and the numbers of its rows."""
         own = index.copy()
         own.order()
         with self._lock:
-            self._known[self._next] = (layout, own)
+            self._known[self._next] = (layout, own, numbers)
             self._next += 1
-            while self._known and sum(len(one) for _, one in self._known.values()) > _MAX_SHARED_SERIES:
+            while self._known and sum(len(one) for _, one, _ in self._known.values()) > _MAX_SHARED_SERIES:
                 self._known.popitem(last=False)
 
     def clear(self) -> None:
@@ -121,13 +125,14 @@ class NumberedRows:
         for other, numbers in self._remembered:
             if layout.is_same(other):
                 return numbers
-        known = self._shared.find(layout) if len(self.index) == 0 else None
-        if known is not None:
-            self.index = known
         is_first = len(self.index) == 0
-        found = self.index.number(sample)
-        if is_first:
-            self._shared.add(layout, self.index)
+        known = self._shared.find(layout) if is_first else None
+        if known is not None:
+            self.index, found = known
+        else:
+            found = self.index.number(sample)
+        if is_first and known is None:
+            self._shared.add(layout, self.index, found)
         distinct = found if len(np.unique(found)) == len(found) else None
         self._remembered.append((layout, distinct))
         return distinct

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-__all__ = ["SeriesIndex", "SeriesKey", "TooManySeriesError", "texts_of"]
+__all__ = ["SeriesIndex", "SeriesKey", "TooManySeriesError", "codes_of", "texts_of"]
 
 _TEXT_COLUMNS = ("layer", "signal", "stage", "tensor_path", "metric")
 _WORD_BITS = 63
@@ -41,6 +41,13 @@ def texts_of(column: pa.Array) -> tuple[npt.NDArray[np.int64], list[str]]:
     encoded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
     positions = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
     return positions, [str(text) for text in encoded.dictionary.to_pylist()]
+
+
+def codes_of(column: pa.Array) -> tuple[npt.NDArray[np.integer], list[str]]:
+    """Returns what `texts_of` does, with positions as narrow as they are in the file's own dictionary."""
+    if not pa.types.is_dictionary(column.type):
+        return texts_of(column)
+    return column.indices.to_numpy(zero_copy_only=False), [str(one) for one in column.dictionary.to_pylist()]
 
 
 class SeriesIndex:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from torchinstruments.store.row_blocks import LATEST_COLUMNS, RowBlock
-from torchinstruments.store.series import SeriesKey, texts_of
+from torchinstruments.store.series import SeriesKey, codes_of
 from torchinstruments.store.windows import Grid, Segments, WindowRing, Windows
 
 __all__ = [
@@ -202,7 +202,7 @@ class _Latest:
         self._codes = _extended(self._codes, size, 0)
 
     def put(self, series: _Integers | slice, column: pa.Array, places: _Integers | slice) -> None:
-        positions, texts = _texts_in(column)
+        positions, texts = codes_of(column)
         codes = np.array([self._numbers.setdefault(text, len(self._numbers)) for text in texts], np.int32)
         self._codes[series] = codes[positions[places]]
 
@@ -275,7 +275,7 @@ class SummaryBuilder:
         order = order[self._observations[order] > 0]
         valid = self._valid[order]
         return SeriesSummaries(
-            keys=tuple(keys[place] for place in order.tolist()),
+            keys=tuple(map(keys.__getitem__, order.tolist())),
             observations=self._observations[order],
             unavailable_observations=self._observations[order] - valid,
             first=_edge_points(self._first, order),
@@ -378,19 +378,12 @@ def _segments(block: RowBlock, order: _Integers) -> Segments:
     return Segments(series, block.sample_id[order], block.value[order], starts, lengths)
 
 
-def _texts_in(column: pa.Array) -> tuple[npt.NDArray[np.integer], list[str]]:
-    """Returns a text column as positions, as narrow as they are, and the texts that they point at."""
-    if not pa.types.is_dictionary(column.type):
-        return texts_of(column)
-    return column.indices.to_numpy(zero_copy_only=False), [str(one) for one in column.dictionary.to_pylist()]
-
-
 def _reasons(column: pa.Array, places: _Integers | slice, values: _Floats) -> _Texts | str:
     """Returns the reason beside each value; ``""`` where no value is missing."""
     missing = np.isnan(values)
     if not bool(missing.any()):
         return ""
-    positions, texts = _texts_in(column)
+    positions, texts = codes_of(column)
     found = np.array([text or UNSTATED for text in texts], np.object_)[positions[places]]
     return np.where(missing, found, "")
 
@@ -403,11 +396,13 @@ def _edge_points(edge: _Edge, order: _Integers) -> Points:
 
 def _extremum_points(extremum: _Extremum, order: _Integers, valid: _Integers, *, sign: float) -> Points:
     there = valid > 0
+    reasons = np.full(len(order), "", np.object_)
+    reasons[~there] = NO_VALID_OBSERVATIONS
     return Points(
         sample_id=np.where(there, extremum.sample_id[order], -1),
         timestamp_us=np.where(there, extremum.timestamp_us[order], 0),
         value=np.where(there, sign * extremum.value[order], np.nan),
-        reason=tuple(np.where(there, "", NO_VALID_OBSERVATIONS).astype(np.object_).tolist()),
+        reason=tuple(reasons.tolist()),
     )
 
 
