@@ -8,7 +8,7 @@ A run is written with the encodings of real parts: 3,600 series a sample, ten sa
 process of its own:
 
 * *keys and value*: a scan of the six key columns and the value, part by part, on one thread;
-* *same columns*: the same scan of every column that the summary reads;
+* *same columns*: the same scan of every column that the summary reads, of ``history`` and of ``samples``;
 * *summary*: `read_rank` over every rank, one after the other;
 * *merge*: all of `merge_run`, with threads.
 
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 
 from torchinstruments.merge.engine import merge_run
 from torchinstruments.merge.plan import MergePlan, plan_merge
-from torchinstruments.merge.reading import HISTORY_COLUMNS, read_rank
+from torchinstruments.merge.reading import HISTORY_COLUMNS, SAMPLE_COLUMNS, read_rank
 from torchinstruments.records import Counters, GenerationRecord, Member, RunRecord
 from torchinstruments.store import layout, schema
 from torchinstruments.store.manifest import Manifest, TableState, encode_document
@@ -45,6 +45,7 @@ METRICS = ("max", "mean", "min", "nonfinite_fraction", "p25", "p50", "p75", "std
 LAYERS = 200
 SERIES = LAYERS * 2 * len(METRICS)
 SAMPLES_A_PART = 10
+SAME_COLUMNS = {"history": HISTORY_COLUMNS, "samples": SAMPLE_COLUMNS}
 STARTED = datetime(2026, 1, 1, tzinfo=UTC).isoformat()
 
 
@@ -103,8 +104,8 @@ def measure_passes(folder: str, rounds: int) -> None:
     """Prints the least processor seconds of both scans and of the summary, and the peak in bytes."""
     plan = plan_merge([folder], None, None)
     variants: Sequence[Callable[[], None]] = (
-        lambda: scan(plan, (*KEY_COLUMNS, "value")),
-        lambda: scan(plan, HISTORY_COLUMNS),
+        lambda: scan(plan, {"history": (*KEY_COLUMNS, "value")}),
+        lambda: scan(plan, SAME_COLUMNS),
         lambda: summarise(plan),
     )
     least = [float("inf")] * len(variants)
@@ -120,7 +121,7 @@ def measure_scan(folder: str, rounds: int) -> None:
     """Prints processor seconds and peak of a scan of the same columns."""
     begun_s = time.process_time()
     for _ in range(rounds):
-        scan(plan_merge([folder], None, None), HISTORY_COLUMNS)
+        scan(plan_merge([folder], None, None), SAME_COLUMNS)
     print(time.process_time() - begun_s, peak_rss_bytes())
 
 
@@ -139,15 +140,16 @@ MEASURES: dict[str, Callable[[str, int], None]] = {
 }
 
 
-def scan(plan: MergePlan, columns: Sequence[str]) -> None:
-    """Decodes columns of every part of ``history``, texts as dictionaries, and looks at nothing."""
-    texts = [field.name for field in schema.HISTORY if pa.types.is_string(field.type)]
+def scan(plan: MergePlan, columns: Mapping[str, Sequence[str]]) -> None:
+    """Decodes columns of every part of some tables, texts as dictionaries, and looks at nothing."""
     for task in plan.tasks:
-        for part in task.parts["history"]:
-            raw = pa.BufferReader(plan.storages[part.source].read(part.path))
-            with pq.ParquetFile(raw, read_dictionary=texts) as file:
-                for batch in file.iter_batches(65_536, columns=list(columns), use_threads=False):
-                    assert batch.num_rows
+        for table, names in columns.items():
+            texts = [field.name for field in schema.TABLE_SCHEMAS[table] if pa.types.is_string(field.type)]
+            for part in task.parts[table]:
+                raw = pa.BufferReader(plan.storages[part.source].read(part.path))
+                with pq.ParquetFile(raw, read_dictionary=texts) as file:
+                    for batch in file.iter_batches(65_536, columns=list(names), use_threads=False):
+                        assert batch.num_rows
 
 
 def summarise(plan: MergePlan) -> None:

@@ -60,7 +60,7 @@ _POSITION_COLUMNS = (
     "forward_index",
     "timestamp",
 )
-_SAMPLE_COLUMNS = (
+SAMPLE_COLUMNS = (
     *_IDENTITY_COLUMNS,
     "sample_id",
     "attempt",
@@ -122,10 +122,9 @@ class _RankReader:
         for tally in self._tallies.values():
             has_unrecorded |= self._add_unrecorded(tally)
         samples = [one for tally in self._tallies.values() for one in tally.samples]
-        index = self._numbered.index
         return RankReading(
             rank=self._task.rank,
-            summaries=self._builder.finish(index.keys, index.order()),
+            summaries=self._builder.finish(self._numbered.index),
             processes={process: _process_rows(tally) for process, tally in sorted(self._tallies.items())},
             keys=_keys(samples),
             set_aside=tuple(self._set_aside),
@@ -267,7 +266,7 @@ class _RankReader:
         found: Counter[tuple[str, str, str]] = Counter()
         generations: set[int] = set()
         blocks: list[_Samples] = []
-        for batch in batches(file, _SAMPLE_COLUMNS):
+        for batch in batches(file, SAMPLE_COLUMNS):
             self._compare(part, batch, found, generations)
             blocks.append(_samples(batch))
         self._tally(part).samples += blocks

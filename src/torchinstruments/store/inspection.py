@@ -216,6 +216,8 @@ def _check_schema(metadata: pq.FileMetaData, table: str) -> None:
         found = metadata.schema.to_arrow_schema()
     except (pa.ArrowException, ValueError) as error:
         raise UnusableFileError("schema_mismatch", error) from None
+    if found.names == declared.names and found.types == declared.types:
+        return
     for has, wants in zip(found, declared, strict=True):
         if has.name != wants.name or has.type != wants.type:
             raise UnusableFileError(

@@ -77,7 +77,7 @@ class SharedLayouts:
     def add(self, layout: _Layout, index: SeriesIndex, numbers: _Integers) -> None:
         """Keeps what the first layout of a rank made of an empty index, and the numbers of its rows."""
         own = index.copy()
-        own.order()
+        own.by_key()
         with self._lock:
             self._known[self._next] = (layout, own, numbers)
             self._next += 1
@@ -133,7 +133,7 @@ class NumberedRows:
             found = self.index.number(sample)
         if is_first and known is None:
             self._shared.add(layout, self.index, found)
-        distinct = found if len(np.unique(found)) == len(found) else None
+        distinct = found if int(np.bincount(found).max()) == 1 else None
         self._remembered.append((layout, distinct))
         return distinct
 

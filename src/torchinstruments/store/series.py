@@ -68,7 +68,7 @@ class SeriesIndex:
         # Words in ascending order, and the series number of each; anew whenever the packing widens.
         self._words: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._word_numbers: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._by_key: tuple[tuple[SeriesKey, ...], npt.NDArray[np.int64]] = ((), np.empty(0, np.int64))
 
     def __len__(self) -> int:
         """Returns how many series were seen."""
@@ -80,12 +80,12 @@ class SeriesIndex:
         other.keys = list(self.keys)
         other._texts = {name: dict(numbers) for name, numbers in self._texts.items()}
         other._widths = self._widths
-        other._words, other._word_numbers, other._order = self._words, self._word_numbers, self._order
+        other._words, other._word_numbers, other._by_key = self._words, self._word_numbers, self._by_key
         return other
 
-    def order(self) -> npt.NDArray[np.int64]:
-        """Returns the numbers of all series, sorted by key."""
-        if len(self._order) != len(self.keys):
+    def by_key(self) -> tuple[tuple[SeriesKey, ...], npt.NDArray[np.int64]]:
+        """Returns the keys of all series in ascending order, and the number of each."""
+        if len(self._by_key[0]) != len(self.keys):
             columns: list[npt.NDArray[np.int64]] = []
             rest = self._words
             for name, width in zip(reversed(SeriesKey._fields), reversed(self._widths), strict=True):
@@ -93,8 +93,9 @@ class SeriesIndex:
                 texts = self._texts.get(name)
                 columns.append(part if texts is None else _places(list(texts))[part])
             # The last column of a lexsort counts most.
-            self._order = self._word_numbers[np.lexsort(columns)]
-        return self._order
+            order = self._word_numbers[np.lexsort(columns)]
+            self._by_key = (tuple(map(self.keys.__getitem__, order.tolist())), order)
+        return self._by_key
 
     def number(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
         """Returns the series number of each row, shape ``[rows]``; -1 where its series is beyond the bound.

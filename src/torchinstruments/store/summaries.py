@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from torchinstruments.store.row_blocks import LATEST_COLUMNS, RowBlock
-from torchinstruments.store.series import SeriesKey, codes_of
+from torchinstruments.store.series import SeriesIndex, SeriesKey, codes_of
 from torchinstruments.store.windows import Grid, Segments, WindowRing, Windows
 
 __all__ = [
@@ -127,9 +127,8 @@ class _Extremum:
         columns = np.flatnonzero(better)
         if len(columns) == 0:
             return
-        # The first of equal values is that of the lowest sample.
-        found = best[columns]
-        places = (grid.value[:, columns] == found).argmax(axis=0)
+        found, value = best[columns], grid.value
+        places = _first_rows((value if len(columns) == len(best) else value[:, columns]) == found)
         series = grid.series[columns]
         self.value[series] = sign * found
         self.sample_id[series] = grid.sample_id[places]
@@ -207,6 +206,8 @@ class _Latest:
         self._codes[series] = codes[positions[places]]
 
     def texts(self, order: _Integers) -> tuple[str, ...]:
+        if len(self._numbers) == 1:
+            return tuple(self._numbers) * len(order)
         texts = np.array(list(self._numbers), np.object_)
         return tuple(texts[self._codes[order]].tolist())
 
@@ -260,22 +261,23 @@ class SummaryBuilder:
         self._valid[series] += num_valid
         self._add_scales(block, order, rows, series)
 
-    def finish(self, keys: Sequence[SeriesKey], order: _Integers | None = None) -> SeriesSummaries:
+    def finish(self, index: SeriesIndex) -> SeriesSummaries:
         """Returns the summaries of all series with rows, sorted by key.
 
         Args:
-            keys: Key of each series number.
-            order: The series numbers, sorted by key, where that is known.
+            index: What numbered the series.
         """
         num = self._size
-        if order is None:
-            order = np.array(sorted(range(num), key=keys.__getitem__), np.int64)
+        keys, order = index.by_key()
         # A series whose only part was set aside has a number and no row.
-        order = order[order < num]
-        order = order[self._observations[order] > 0]
+        is_seen = np.zeros(len(order), np.bool_)
+        is_seen[:num] = self._observations[:num] > 0
+        if not bool(is_seen.all()):
+            places = np.flatnonzero(is_seen[order])
+            keys, order = tuple(map(keys.__getitem__, places.tolist())), order[places]
         valid = self._valid[order]
         return SeriesSummaries(
-            keys=tuple(map(keys.__getitem__, order.tolist())),
+            keys=keys,
             observations=self._observations[order],
             unavailable_observations=self._observations[order] - valid,
             first=_edge_points(self._first, order),
@@ -369,6 +371,16 @@ def _order(series: _Integers, sample_id: _Integers) -> _Integers:
     if bool(goes_back.any()):
         order = np.lexsort((sample_id, series)).astype(np.int64, copy=False)
     return order
+
+
+def _first_rows(found: _Mask) -> _Integers:
+    """Returns the first true row of each column, the lowest sample; each column has one."""
+    rows = len(found)
+    if rows > 255:
+        return found.argmax(axis=0)
+    # Several times faster than a search down each column.
+    weights = np.arange(rows, 0, -1, dtype=np.uint8)[:, np.newaxis]
+    return rows - (found * weights).max(axis=0).astype(np.int64)
 
 
 def _segments(block: RowBlock, order: _Integers) -> Segments:

@@ -14,7 +14,7 @@ from torchinstruments.store.row_blocks import RowBlock
 
 __all__ = ["Grid", "Segments", "Windows", "WindowRing"]
 
-_FIRST_CAPACITY = 8
+_FIRST_CAPACITY = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +203,9 @@ class WindowRing:
         if (places, columns) == self._ids.shape:
             return
         # While a ring is shorter than it may become, no series has wrapped, so growing keeps every place.
-        ids = np.zeros((places, columns), np.int64)
-        values = np.full((places, columns), np.nan)
+        # Of a place without a row nothing is ever read.
+        ids = np.empty((places, columns), np.int64)
+        values = np.empty((places, columns), np.float64)
         old_places, old_columns = self._ids.shape
         ids[:old_places, :old_columns] = self._ids
         values[:old_places, :old_columns] = self._values
@@ -222,10 +223,22 @@ class WindowRing:
         total = np.zeros(num_series, np.float64)
         # Place by place, so that the order of every sum is the order of the samples on any machine.
         with np.errstate(over="ignore", invalid="ignore"):
+            count = self._count[:num_series]
+            longest = int(count.max(initial=0))
+            is_even = bool((count == longest).all())
             for offset in self._offsets(num_series, back):
-                there, value = self._place(num_series, back - offset)
+                if is_even:
+                    value = self._values[(longest - back + offset) % self._places, :num_series]
+                    observations += 1
+                    if not bool(np.isnan(value).any()):
+                        valid += 1
+                        total += value
+                        continue
+                    there = np.ones(num_series, np.bool_)
+                else:
+                    there, value = self._place(num_series, back - offset)
+                    observations += there
                 has_value = there & ~np.isnan(value)
-                observations += there
                 valid += has_value
                 total += np.where(has_value, value, 0.0)
             mean = np.where(valid > 0, total / np.maximum(valid, 1), np.nan)
@@ -253,8 +266,5 @@ class WindowRing:
     def _place(self, num_series: int, back: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
         position = self._count[:num_series] - back
         there = position >= 0
-        first = int(position[0]) if num_series else -1
-        if first >= 0 and bool((position == first).all()):
-            return there, self._values[first % self._places, :num_series]
         slots = np.where(there, position % self._places, 0)
         return there, self._values[slots, np.arange(num_series)]
