@@ -29,7 +29,7 @@ _Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The key columns of one sample: positions in a dictionary of texts, or numbers."""
+    """The key columns of some rows: positions in a dictionary of texts, or numbers."""
 
     columns: tuple[npt.NDArray[np.generic], ...]
     dictionaries: tuple[pa.Array | None, ...]
@@ -43,6 +43,24 @@ class _Layout:
                 return False
         return all(
             np.array_equal(mine, its) for mine, its in zip(self.columns, other.columns, strict=True)
+        )
+
+
+    def part(self, start: int, stop: int) -> "_Layout":
+        """Returns some rows; nothing is copied."""
+        return _Layout(tuple(one[start:stop] for one in self.columns), self.dictionaries)
+
+    def copied(self) -> "_Layout":
+        """Returns the same, without the memory of the rows that it was cut from."""
+        return _Layout(tuple(one.copy() for one in self.columns), self.dictionaries)
+
+    def repeats(self, start: int, stop: int, length: int) -> bool:
+        """Whether each so many rows of a stretch are the same as its first ones."""
+        return all(
+            # Equal to what stands one sample before, all along; a dictionary of one text has one value.
+            (dictionary is not None and len(dictionary) == 1)
+            or np.array_equal(one[start + length : stop], one[start : stop - length])
+            for one, dictionary in zip(self.columns, self.dictionaries, strict=True)
         )
 
 
@@ -112,19 +130,24 @@ class NumberedRows:
         Raises:
             TooManySeriesError: As `SeriesIndex.number`.
         """
-        for start, rows, num_samples in _stretches(batch):
+        keys = _key_columns(batch)
+        for start, rows, num_samples in _stretches(integers(batch, "sample_id"), keys):
             part = batch if rows == batch.num_rows else batch.slice(start, rows)
-            numbers = self._numbers(part.slice(0, rows // num_samples)) if num_samples else None
+            numbers = None
+            if num_samples:
+                length = rows // num_samples
+                numbers = self._numbers(keys.part(start, start + length), part.slice(0, length))
             if numbers is None:
                 yield row_block(part, self.index.number(part))
             else:
                 yield row_block(part, numbers, num_samples=num_samples)
 
-    def _numbers(self, sample: pa.RecordBatch) -> _Integers | None:
-        layout = _layout(sample)
+    def _numbers(self, layout: _Layout, sample: pa.RecordBatch) -> _Integers | None:
+        """Returns the series of a sample; None where it has several rows of one."""
         for other, numbers in self._remembered:
             if layout.is_same(other):
                 return numbers
+        layout = layout.copied()
         is_first = len(self.index) == 0
         known = self._shared.find(layout) if is_first else None
         if known is not None:
@@ -138,24 +161,22 @@ class NumberedRows:
         return distinct
 
 
-def _layout(batch: pa.RecordBatch) -> _Layout:
+def _key_columns(batch: pa.RecordBatch) -> _Layout:
+    """Returns the key columns of a batch; nothing is copied."""
     columns: list[npt.NDArray[np.generic]] = []
     dictionaries: list[pa.Array | None] = []
     for name in KEY_COLUMNS:
-        column = batch.column(name)
-        if pa.types.is_string(column.type):
-            column = column.dictionary_encode()
-        is_text = pa.types.is_dictionary(column.type)
-        dictionaries.append(column.dictionary if is_text else None)
-        # Copied, so that a layout which is remembered does not hold the rows of a part.
-        codes = column.indices if is_text else column
-        columns.append(codes.to_numpy(zero_copy_only=False).copy())
+        column, dictionary = batch.column(name), None
+        if name != "call_index":
+            encoded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
+            column, dictionary = encoded.indices, encoded.dictionary
+        columns.append(column.to_numpy(zero_copy_only=False))
+        dictionaries.append(dictionary)
     return _Layout(tuple(columns), tuple(dictionaries))
 
 
-def _stretches(batch: pa.RecordBatch) -> Iterator[tuple[int, int, int]]:
+def _stretches(ids: _Integers, keys: _Layout) -> Iterator[tuple[int, int, int]]:
     """Yields first row, rows, and samples of equal layout; no sample where the rows are no matrix."""
-    ids = integers(batch, "sample_id")
     if len(ids) == 0:
         return
     starts = np.append(0, np.flatnonzero(ids[1:] != ids[:-1]) + 1)
@@ -165,29 +186,9 @@ def _stretches(batch: pa.RecordBatch) -> Iterator[tuple[int, int, int]]:
     if len(cuts) > _MAX_STRETCHES:
         yield 0, len(ids), 0
         return
-    columns = _key_codes(batch)
     for cut, end in zip(cuts.tolist(), [*cuts[1:].tolist(), len(starts)], strict=True):
         start, length, samples = int(starts[cut]), int(lengths[cut]), end - cut
         stop = start + length * samples
         of_samples = ids[start:stop:length]
-        is_grid = bool((of_samples[1:] > of_samples[:-1]).all())
-        is_grid = is_grid and all(
-            bool((one[start + length : stop].reshape(-1, length) == one[start : start + length]).all())
-            for one in columns
-        )
+        is_grid = bool((of_samples[1:] > of_samples[:-1]).all()) and keys.repeats(start, stop, length)
         yield start, stop - start, samples if is_grid else 0
-
-
-def _key_codes(batch: pa.RecordBatch) -> list[npt.NDArray[np.generic]]:
-    """Returns what makes a series as columns of numbers, which are comparable within a batch."""
-    found: list[npt.NDArray[np.generic]] = []
-    for name in KEY_COLUMNS:
-        column = batch.column(name)
-        if pa.types.is_string(column.type):
-            column = column.dictionary_encode()
-        if pa.types.is_dictionary(column.type):
-            if len(column.dictionary) < 2:
-                continue
-            column = column.indices
-        found.append(column.to_numpy(zero_copy_only=False))
-    return found
