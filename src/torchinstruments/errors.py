@@ -10,9 +10,13 @@
     |   +-- StorageNotFoundError                the bucket or parent folder does not exist
     |   +-- StorageUnreachableError             no answer in time, or an answer that may pass
     +-- RunFormatError (ValueError)             what lies there is not a run that this version reads
+    +-- WorkerLostError (RuntimeError)          a worker of a merge died, as often as its task was tried
 
 A message is one sentence: the value, what is allowed, and the way out.
 """
+
+from collections.abc import Mapping
+from types import MappingProxyType
 
 __all__ = [
     "ConfigurationError",
@@ -23,11 +27,18 @@ __all__ = [
     "StorageNotFoundError",
     "StorageUnreachableError",
     "TorchInstrumentsError",
+    "WorkerLostError",
 ]
 
 
 class TorchInstrumentsError(Exception):
-    """Root of the tree: catch this to catch everything that this package raises on purpose."""
+    """Root of the tree: catch this to catch everything that this package raises on purpose.
+
+    Attributes:
+        failures: Where a merge ended because ranks could not be read: rank to the reason.
+    """
+
+    failures: Mapping[int, str] = MappingProxyType({})
 
 
 class ConfigurationError(TorchInstrumentsError, ValueError):
@@ -56,3 +67,7 @@ class StorageUnreachableError(StorageError):
 
 class RunFormatError(TorchInstrumentsError, ValueError):
     """What lies at a URL is not a run, or one of a schema version that this release does not read."""
+
+
+class WorkerLostError(TorchInstrumentsError, RuntimeError):
+    """A thread, process or machine that did a part of a merge was lost, as often as that part was tried."""

@@ -63,7 +63,17 @@ def main() -> None:
         return
     samples = max(1, round(options.rows / SERIES))
     print(f"pyarrow {pa.__version__}, numpy {np.__version__}; {samples * SERIES:,} rows a rank")
-    print_row("ranks", "keys+value", "same columns", "summary", "x keys+value", "x same", "merge", "peak MiB", "over")
+    print_row(
+        "ranks",
+        "keys+value",
+        "same columns",
+        "summary",
+        "x keys+value",
+        "x same",
+        "merge",
+        "peak MiB",
+        "over",
+    )
     with tempfile.TemporaryDirectory() as scratch:
         for ranks in options.ranks:
             folder = Path(options.folder or scratch) / f"run-{ranks}-{samples}"
@@ -189,7 +199,10 @@ def write_rank(folder: Path, rank: int, world_size: int, samples: int, random: n
     firsts = range(0, samples, SAMPLES_A_PART)
     for sequence, first in enumerate(firsts):
         ids = np.arange(first, min(first + SAMPLES_A_PART, samples))
-        for table, rows in (("history", history(ids, rank, process, random)), ("samples", sample_rows(ids, rank, process))):
+        for table, rows in (
+            ("history", history(ids, rank, process, random)),
+            ("samples", sample_rows(ids, rank, process)),
+        ):
             sink = pa.BufferOutputStream()
             with open_part_writer(sink, rows.schema) as writer:
                 writer.write_table(rows, row_group_size=max(1, len(rows)))

@@ -6,15 +6,16 @@ time: memory grows with the number of series, not with the length of the run. Wh
 read a second time, rank beside rank, in blocks of bounded size.
 """
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from torchinstruments.errors import ConfigurationError, StorageError, TorchInstrumentsError
 from torchinstruments.merge.catalogs import joined_modules
 from torchinstruments.merge.coverage import Coverage, CoverageFold
 from torchinstruments.merge.entries import SummaryTable
+from torchinstruments.merge.executors import ExecutorChoice, workers_for
 from torchinstruments.merge.first_nonfinite import FirstNonfiniteFold
 from torchinstruments.merge.layers import LayerFold
 from torchinstruments.merge.mapping import in_order
@@ -41,8 +42,6 @@ from torchinstruments.store.urls import check_url, check_writable
 
 __all__ = ["MergeResult", "merge_run"]
 
-_MAX_THREADS = 16
-
 Progress = Callable[[int, int], None]
 """Called by `merge_run` in the caller's thread with the ranks done and all ranks."""
 
@@ -54,7 +53,7 @@ def merge_run(
     ranks: Collection[int] | None = None,
     inline_ranks: int = 16,
     progress: Progress | None = None,
-    executor: Executor | None = None,
+    executor: ExecutorChoice = None,
 ) -> MergeResult:
     """Merges what the ranks of one run left into ``merged/result.json`` and the tables beside it.
 
@@ -68,12 +67,19 @@ def merge_run(
         inline_ranks: With at most so many ranks, each rank's own summaries stand in ``result.json``; with
             more, only in ``summary.parquet``.
         progress: Called after each rank with the ranks done and all ranks.
-        executor: Where ranks are read; else threads of this process. It stays open.
+        executor: Where ranks are read: ``"threads"`` of this process (default), ``"processes"`` of this
+            machine, ``"dask"`` for the scheduler that dask is configured for, an executor of
+            `concurrent.futures`, or a ``distributed.Client``; these two stay open. All give the same bytes.
+            In a script, processes need the call to stand below ``if __name__ == "__main__":``.
 
     Raises:
         ConfigurationError: An argument that cannot work.
         RunFormatError: A folder holds no run, one that this release does not read, or another run.
         StorageError: A store refused or did not answer.
+        WorkerLostError: A worker died over the same task several times.
+
+    Of the last two ``failures`` says which ranks could not be read. Whatever ends a merge early, Ctrl-C and
+    an exception of `progress` too, the result of the merge before stays as it is.
     """
     if isinstance(inline_ranks, bool) or inline_ranks < 0:
         raise ConfigurationError(f"inline_ranks={inline_ranks!r} is not possible; give 0 or more")
@@ -82,19 +88,10 @@ def merge_run(
         check_writable(output)
     plan = plan_merge(urls, storage_options, ranks)
     try:
-        if executor is not None:
-            return _merge(plan, output, inline_ranks, progress, executor)
-        pool = ThreadPoolExecutor(_num_threads(), thread_name_prefix="torchinstruments-merge")
-        try:
-            return _merge(plan, output, inline_ranks, progress, pool)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        with workers_for(executor) as workers:
+            return _merge(plan, output, inline_ranks, progress, workers)
     finally:
         close_sources(plan.token)
-
-
-def _num_threads() -> int:
-    return max(2, min(_MAX_THREADS, 2 * (os.cpu_count() or 1)))
 
 
 def _merge(
@@ -107,20 +104,20 @@ def _merge(
     views: list[ProcessView] = []
     now_s = store_now_s(plan.inventory)
     ranks = _RankFolds()
-    for done, (task, reading) in enumerate(
-        zip(plan.tasks, in_order(executor, read_rank, plan.tasks), strict=True), start=1
-    ):
-        modules = _modules(plan, reading.rank, coverage.set_aside)
-        of_rank = _views(plan, reading, now_s)
-        layers.add_modules(reading.rank, modules.values())
-        layers.add_rank(reading.rank, reading.summaries)
-        table.add(reading.rank, reading.summaries)
-        coverage.fired.add(reading.rank, modules, reading)
-        coverage.add(reading, of_rank)
-        ranks.add(task, reading, modules, of_rank)
-        views += of_rank
-        if progress is not None:
-            progress(done, len(plan.tasks))
+    # Closed at once when the caller's progress raises: an executor that stays open gets no more to do.
+    with closing(in_order(executor, read_rank, plan.tasks)) as readings:
+        for done, (task, reading) in enumerate(zip(plan.tasks, readings, strict=True), start=1):
+            modules = _modules(plan, reading.rank, coverage.set_aside)
+            of_rank = _views(plan, reading, now_s)
+            layers.add_modules(reading.rank, modules.values())
+            layers.add_rank(reading.rank, reading.summaries)
+            table.add(reading.rank, reading.summaries)
+            coverage.fired.add(reading.rank, modules, reading)
+            coverage.add(reading, of_rank)
+            ranks.add(task, reading, modules, of_rank)
+            views += of_rank
+            if progress is not None:
+                progress(done, len(plan.tasks))
     found = coverage.result()
     ranks.look_closer(plan, found, executor)
     result: dict[str, object] = {
@@ -136,7 +133,11 @@ def _merge(
         "layers": layers.records(),
     }
     files = {SUMMARY_FILE: table.encoded(), STEPS_FILE: ranks.steps.encoded()}
-    return _written(plan, output, result, files, is_complete=found.is_complete)
+    # In a thread of its own: Ctrl-C comes before the first file is replaced, or after the last one.
+    with ThreadPoolExecutor(1) as writer:
+        # A thread that runs already is waited for wherever the interruption comes.
+        writer.submit(int).result()
+        return writer.submit(_written, plan, output, result, files, is_complete=found.is_complete).result()
 
 
 @dataclass(slots=True)

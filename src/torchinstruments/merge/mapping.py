@@ -1,34 +1,101 @@
 """Work for an executor, taken back in the order in which it was given."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future
-from typing import TypeVar
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
+from typing import Protocol, TypeVar
 
-__all__ = ["MAX_WAITING", "in_order"]
+from torchinstruments.errors import TorchInstrumentsError, WorkerLostError
+from torchinstruments.merge.rank_sets import ranks_text
+
+__all__ = ["MAX_WAITING", "OfRanks", "in_order"]
 
 MAX_WAITING = 64
 """Tasks that run, or wait with their results, ahead of the one that is taken next."""
 
-_Task = TypeVar("_Task")
+
+class OfRanks(Protocol):
+    """A task that says which ranks' files it reads, so that what fails can be told by rank."""
+
+    @property
+    def read_ranks(self) -> tuple[int, ...]:
+        """The ranks."""
+        ...
+
+
+_Task = TypeVar("_Task", bound=OfRanks)
 _Found = TypeVar("_Found")
 
 
 def in_order(
     executor: Executor, function: Callable[[_Task], _Found], tasks: Iterable[_Task]
-) -> Iterator[_Found]:
+) -> Generator[_Found]:
     """Yields what a function finds for each task, in the order of the tasks (offline, the caller's thread).
 
     At most `MAX_WAITING` are under way, so that what is found takes bounded memory.
+
+    Raises:
+        WorkerLostError: A worker died over a task, as often as it was tried.
+        TorchInstrumentsError: What the function raised. Of either ``failures`` says which ranks, and why.
     """
-    waiting: deque[Future[_Found]] = deque()
+    waiting: deque[tuple[_Task, Future[_Found]]] = deque()
     try:
         for task in tasks:
-            waiting.append(executor.submit(function, task))
+            waiting.append((task, executor.submit(function, task)))
             if len(waiting) >= MAX_WAITING:
-                yield waiting.popleft().result()
+                yield _next(waiting)
         while waiting:
-            yield waiting.popleft().result()
+            yield _next(waiting)
+    except BrokenExecutor as error:
+        # The executor takes no more tasks; which of those under way broke it, it does not say.
+        raise _lost((), error) from error
     finally:
-        for future in waiting:
+        for _, future in waiting:
             future.cancel()
+
+
+def _next(waiting: "deque[tuple[_Task, Future[_Found]]]") -> _Found:
+    task, future = waiting.popleft()
+    try:
+        return future.result()
+    except TorchInstrumentsError as error:
+        error.failures = _failures(task, error, waiting)
+        if isinstance(error, WorkerLostError):
+            named = WorkerLostError(f"{_names(task.read_ranks)} could not be read: {error}")
+            named.failures = error.failures
+            raise named from error
+        raise
+    except (BrokenExecutor, CancelledError) as error:
+        raise _lost(task.read_ranks, error) from error
+    except Exception as error:
+        error.add_note(f"torchinstruments: while {_names(task.read_ranks)} was read")
+        raise
+
+
+def _lost(ranks: tuple[int, ...], error: Exception) -> WorkerLostError:
+    reason = str(error) or type(error).__name__
+    lost = WorkerLostError(
+        f"the executor lost a worker while {_names(ranks)} was read ({reason}); merge again with a new one"
+    )
+    lost.failures = dict.fromkeys(ranks, reason)
+    return lost
+
+
+def _failures(
+    task: OfRanks, error: Exception, waiting: "deque[tuple[_Task, Future[_Found]]]"
+) -> dict[int, str]:
+    """Returns rank to reason, of this task and of those that had failed when it did."""
+    found = dict.fromkeys(task.read_ranks, str(error))
+    for other, future in waiting:
+        if future.done() and not future.cancelled():
+            raised = future.exception()
+            if isinstance(raised, TorchInstrumentsError):
+                for rank in other.read_ranks:
+                    found.setdefault(rank, str(raised))
+    return found
+
+
+def _names(ranks: tuple[int, ...]) -> str:
+    if not ranks:
+        return "a rank"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks_text(ranks)}"

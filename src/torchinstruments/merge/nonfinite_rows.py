@@ -209,9 +209,9 @@ def fractions(batch: pa.RecordBatch) -> _Floats:
 
 
 def _told(batch: pa.RecordBatch) -> tuple[_Integers, _Floats]:
-    """Returns the rows that may tell a share of nonfinite entries, and the shares; the last one of a row counts.
+    """Returns the rows that may tell a share of nonfinite entries, and the shares.
 
-    A row that tells none stands with NaN or not at all: most rows are of other metrics.
+    Most rows are of other metrics and not among them; of a row that stands there twice the last share counts.
     """
     metric_of, metrics = codes_of(batch.column("metric"))
     value = floats(batch, "value")

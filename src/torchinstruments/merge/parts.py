@@ -65,13 +65,14 @@ def batches(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[pa.RecordB
     metadata, names = file.metadata, list(columns)
     groups: list[int] = []
     rows = 0
-    # Whole row groups, so that no batch ends in the middle of a sample. One thread: the merge is parallel over
-    # ranks, and a worker's memory stays that of one batch.
+    # Whole row groups, so that no batch ends in the middle of a sample. One thread: the merge is parallel
+    # over ranks, and a worker's memory stays that of one batch.
     for number in range(metadata.num_row_groups):
         added = metadata.row_group(number).num_rows
         if groups and rows + added > BATCH_ROWS:
             yield from file.iter_batches(BATCH_ROWS, groups, names, use_threads=False)
-            groups, rows = [], 0
+            groups.clear()
+            rows = 0
         groups.append(number)
         rows += added
     if groups:

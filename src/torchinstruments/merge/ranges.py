@@ -217,6 +217,11 @@ class BlockTask:
     parts: tuple[tuple[int, tuple[PartFile, ...]], ...]
     ranks: tuple[int, ...]
 
+    @property
+    def read_ranks(self) -> tuple[int, ...]:
+        """Ranks whose parts are read."""
+        return tuple(rank for rank, _ in self.parts)
+
 
 @dataclass(slots=True)
 class RangeFold:

@@ -38,8 +38,8 @@ from torchinstruments.store.row_blocks import (
     integers,
     microseconds,
 )
-from torchinstruments.store.schema import KEY_COLUMNS
 from torchinstruments.store.sample_grids import NumberedRows, SharedLayouts
+from torchinstruments.store.schema import KEY_COLUMNS
 from torchinstruments.store.series import TooManySeriesError, codes_of, texts_of
 from torchinstruments.store.summaries import SummaryBuilder
 

@@ -34,6 +34,11 @@ class RankTask:
     parts: Mapping[str, tuple[PartFile, ...]]
     generations: Mapping[str, int]
 
+    @property
+    def read_ranks(self) -> tuple[int, ...]:
+        """The rank, as the only one."""
+        return (self.rank,)
+
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:

@@ -29,11 +29,11 @@ SUMMARISED_COLUMNS = ("sample_id", "timestamp", "value", "loss_scale", "unavaila
 class RowBlock:
     """Rows of ``history`` of one rank, in the order of their part.
 
-    Rows may be known to be a grid: `num_samples` samples one after the other, in ascending order, each with the
-    same series in the same order and no series twice.
+    Rows may be known to be a grid: `num_samples` samples one after the other, in ascending order, each with
+    the same series in the same order and no series twice.
 
     Attributes:
-        series: Series number, shape ``[rows]``; of a grid, that of its columns, shape ``[rows / num_samples]``.
+        series: Series number, shape ``[rows]``; of a grid that of each column, ``[rows / num_samples]``.
         sample_id: Sample, shape ``[rows]``.
         timestamp_us: Microseconds since the epoch, UTC, shape ``[rows]``.
         value: NaN where the value is missing, shape ``[rows]``.

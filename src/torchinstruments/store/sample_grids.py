@@ -41,10 +41,7 @@ class _Layout:
         for mine, its in zip(self.dictionaries, other.dictionaries, strict=True):
             if mine is not its and (mine is None or its is None or not mine.equals(its)):
                 return False
-        return all(
-            np.array_equal(mine, its) for mine, its in zip(self.columns, other.columns, strict=True)
-        )
-
+        return all(np.array_equal(mine, its) for mine, its in zip(self.columns, other.columns, strict=True))
 
     def part(self, start: int, stop: int) -> "_Layout":
         """Returns some rows; nothing is copied."""
