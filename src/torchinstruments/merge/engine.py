@@ -18,7 +18,7 @@ from torchinstruments.merge.entries import SummaryTable
 from torchinstruments.merge.executors import ExecutorChoice, workers_for
 from torchinstruments.merge.first_nonfinite import FirstNonfiniteFold
 from torchinstruments.merge.layers import LayerFold
-from torchinstruments.merge.mapping import in_order
+from torchinstruments.merge.mapping import MAX_WAITING_BLOCKS, in_order
 from torchinstruments.merge.moments import look_at_moments
 from torchinstruments.merge.own_work import OwnWorkFold
 from torchinstruments.merge.plan import MergePlan, plan_merge
@@ -174,10 +174,16 @@ class _RankFolds:
     def look_closer(self, plan: MergePlan, found: Coverage, executor: Executor) -> None:
         """Reads a second time what does not agree, once all ranks were added."""
         run_id = plan.inventory.run.run_id
-        for block in in_order(executor, compare_steps, self.steps.tasks(run_id, plan.sources)):
-            self.steps.add_block(block)
-        for one in in_order(executor, compare_replicas, self.replicas.tasks(run_id, plan.sources)):
-            self.replicas.add_block(one)
+        step_tasks = self.steps.tasks(run_id, plan.sources)
+        for step_blocks in in_order(executor, compare_steps, step_tasks, max_waiting=MAX_WAITING_BLOCKS):
+            for step_block in step_blocks:
+                self.steps.add_block(step_block)
+        replica_tasks = self.replicas.tasks(run_id, plan.sources)
+        for replica_blocks in in_order(
+            executor, compare_replicas, replica_tasks, max_waiting=MAX_WAITING_BLOCKS
+        ):
+            for replica_block in replica_blocks:
+                self.replicas.add_block(replica_block)
         tasks = self.first_nonfinite.tasks(plan.tasks, found.ranks_by_generation)
         self.first_nonfinite.add_answers(in_order(executor, look_at_moments, tasks))
 

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 from torchinstruments.errors import TorchInstrumentsError, WorkerLostError
 from torchinstruments.merge.rank_sets import ranks_text
 
-__all__ = ["MAX_WAITING", "OfRanks", "in_order"]
+__all__ = ["MAX_WAITING", "MAX_WAITING_BLOCKS", "OfRanks", "in_order"]
 
 MAX_WAITING = 64
 """Tasks that run, or wait with their results, ahead of the one that is taken next."""
@@ -23,26 +23,40 @@ class OfRanks(Protocol):
         ...
 
 
+MAX_WAITING_BLOCKS = 16
+"""The same for tasks that compare all ranks, whose answers may be as large as what they read."""
+
 _Task = TypeVar("_Task", bound=OfRanks)
 _Found = TypeVar("_Found")
 
 
 def in_order(
-    executor: Executor, function: Callable[[_Task], _Found], tasks: Iterable[_Task]
+    executor: Executor,
+    function: Callable[[_Task], _Found],
+    tasks: Iterable[_Task],
+    *,
+    max_waiting: int | None = None,
 ) -> Generator[_Found]:
     """Yields what a function finds for each task, in the order of the tasks (offline, the caller's thread).
 
-    At most `MAX_WAITING` are under way, so that what is found takes bounded memory.
+    Only so many are under way, so that what is found takes bounded memory.
+
+    Args:
+        executor: Where the function runs.
+        function: Importable by name, for another process or machine.
+        tasks: What it is called with, one after the other.
+        max_waiting: Tasks under way at most; None for `MAX_WAITING`.
 
     Raises:
         WorkerLostError: A worker died over a task, as often as it was tried.
         TorchInstrumentsError: What the function raised. Of either ``failures`` says which ranks, and why.
     """
     waiting: deque[tuple[_Task, Future[_Found]]] = deque()
+    bound = MAX_WAITING if max_waiting is None else max_waiting
     try:
         for task in tasks:
             waiting.append((task, executor.submit(function, task)))
-            if len(waiting) >= MAX_WAITING:
+            if len(waiting) >= bound:
                 yield _next(waiting)
         while waiting:
             yield _next(waiting)

@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import BinaryIO
 
 import pyarrow as pa
@@ -60,14 +60,24 @@ def open_part(storage: Storage, part: PartFile, run_id: str) -> Generator[pq.Par
         )
 
 
-def batches(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Yields the rows of a part (offline, any worker)."""
+def batches(
+    file: pq.ParquetFile, columns: Sequence[str], is_wanted: Callable[[int, int], bool] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Yields the rows of a part (offline, any worker).
+
+    Args:
+        file: The part.
+        columns: What to read of it.
+        is_wanted: Told the lowest and highest attempt of a row group, whether to read it; None for all.
+    """
     metadata, names = file.metadata, list(columns)
     groups: list[int] = []
     rows = 0
     # Whole row groups, so that no batch ends in the middle of a sample. One thread: the merge is parallel
     # over ranks, and a worker's memory stays that of one batch.
     for number in range(metadata.num_row_groups):
+        if is_wanted is not None and not _may_hold(metadata.row_group(number), is_wanted):
+            continue
         added = metadata.row_group(number).num_rows
         if groups and rows + added > BATCH_ROWS:
             yield from file.iter_batches(BATCH_ROWS, groups, names, use_threads=False)
@@ -77,6 +87,17 @@ def batches(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[pa.RecordB
         rows += added
     if groups:
         yield from file.iter_batches(BATCH_ROWS, groups, names, use_threads=False)
+
+
+def _may_hold(group: pq.RowGroupMetaData, is_wanted: Callable[[int, int], bool]) -> bool:
+    for number in range(group.num_columns):
+        column = group.column(number)
+        if column.path_in_schema == "attempt":
+            statistics = column.statistics
+            if statistics is None or not statistics.has_min_max:
+                return True
+            return is_wanted(statistics.min, statistics.max)
+    return True
 
 
 def checked_batches(
@@ -97,9 +118,20 @@ def checked_batches(
 
 
 def reread(
-    sources: Sequence[Source], run_id: str, part: PartFile, columns: Sequence[str]
+    sources: Sequence[Source],
+    run_id: str,
+    part: PartFile,
+    columns: Sequence[str],
+    is_wanted: Callable[[int, int], bool] | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Yields the rows of a part that could be read to its end before (offline, any worker).
+
+    Args:
+        sources: The folders of the run, by `PartFile.source`.
+        run_id: Its run.
+        part: The part.
+        columns: What to read of it.
+        is_wanted: As in `batches`.
 
     Raises:
         StorageError: A store did not answer, or the part changed since.
@@ -107,7 +139,7 @@ def reread(
     storage = opened(sources[part.source])
     try:
         with open_part(storage, part, run_id) as file:
-            yield from batches(file, columns)
+            yield from batches(file, columns, is_wanted)
     except StorageError:
         raise
     except (UnusableFileError, pa.ArrowException, OSError, ValueError) as error:
