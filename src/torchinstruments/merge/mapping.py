@@ -23,7 +23,7 @@ class OfRanks(Protocol):
         ...
 
 
-MAX_WAITING_BLOCKS = 16
+MAX_WAITING_BLOCKS = 8
 """The same for tasks that compare all ranks, whose answers may be as large as what they read."""
 
 _Task = TypeVar("_Task", bound=OfRanks)

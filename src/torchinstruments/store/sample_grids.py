@@ -91,8 +91,8 @@ class SharedLayouts:
 
     def add(self, layout: _Layout, index: SeriesIndex, numbers: _Integers) -> None:
         """Keeps what the first layout of a rank made of an empty index, and the numbers of its rows."""
+        index.by_key()
         own = index.copy()
-        own.by_key()
         with self._lock:
             self._known[self._next] = (layout, own, numbers)
             self._next += 1
