@@ -23,7 +23,7 @@ from torchinstruments.merge.moments import look_at_moments
 from torchinstruments.merge.own_work import OwnWorkFold
 from torchinstruments.merge.plan import MergePlan, plan_merge
 from torchinstruments.merge.processes import ProcessView
-from torchinstruments.merge.reading import read_rank
+from torchinstruments.merge.reading import forget_layouts, read_rank
 from torchinstruments.merge.replica_blocks import compare_replicas
 from torchinstruments.merge.replicas import ReplicaFold
 from torchinstruments.merge.result import RESULT_FILE, RESULT_SCHEMA_VERSION, SUMMARY_FILE, MergeResult
@@ -92,6 +92,7 @@ def merge_run(
             return _merge(plan, output, inline_ranks, progress, workers)
     finally:
         close_sources(plan.token)
+        forget_layouts()
 
 
 def _merge(

@@ -43,7 +43,7 @@ from torchinstruments.store.schema import KEY_COLUMNS
 from torchinstruments.store.series import TooManySeriesError, codes_of, texts_of
 from torchinstruments.store.summaries import SummaryBuilder
 
-__all__ = ["read_rank"]
+__all__ = ["HISTORY_COLUMNS", "SAMPLE_COLUMNS", "forget_layouts", "read_rank"]
 
 MAX_HELD_ROWS = 1_000_000
 """Parts with more rows than this are decoded twice rather than held: about 100 bytes a row."""
@@ -78,6 +78,11 @@ def read_rank(task: RankTask) -> RankReading:
         StorageError: A store did not answer. A file that is bad by itself raises nothing and is set aside.
     """
     return _RankReader(task).read()
+
+
+def forget_layouts() -> None:
+    """Lets go of what ranks of a merge shared in this process, once it is over (caller's thread)."""
+    _SHARED.clear()
 
 
 @dataclass(slots=True)
