@@ -52,6 +52,8 @@ _SHARED = SharedLayouts()
 _FOREIGN = "foreign_run"
 _IDENTITY_COLUMNS = ("generation", "rank", "process")
 HISTORY_COLUMNS = (*_IDENTITY_COLUMNS, *KEY_COLUMNS, *SUMMARISED_COLUMNS)
+"""What is read of ``history``."""
+
 _POSITION_COLUMNS = (
     "generation",
     "sample_id",
@@ -69,6 +71,7 @@ SAMPLE_COLUMNS = (
     "started_at",
     "state",
 )
+"""What is read of ``samples``."""
 
 
 def read_rank(task: RankTask) -> RankReading:
