@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         StorageNotFoundError,
         StorageUnreachableError,
         TorchInstrumentsError,
+        WorkerLostError,
     )
     from torchinstruments.merge.engine import MergeResult, merge_run
     from torchinstruments.observe.observer import Observer
@@ -102,6 +103,7 @@ _HOMES = {
     "SnapshotSink": "sinks.snapshots",
     "CompositeSink": "sinks.composite",
     "TorchInstrumentsError": "errors",
+    "WorkerLostError": "errors",
     "ConfigurationError": "errors",
     "ObserverAlreadyAttachedError": "errors",
     "StorageError": "errors",
@@ -151,6 +153,7 @@ __all__ = [
     "SnapshotSink",
     "CompositeSink",
     "TorchInstrumentsError",
+    "WorkerLostError",
     "ConfigurationError",
     "ObserverAlreadyAttachedError",
     "StorageError",

@@ -10,6 +10,7 @@
     |   +-- StorageNotFoundError                the bucket or parent folder does not exist
     |   +-- StorageUnreachableError             no answer in time, or an answer that may pass
     +-- RunFormatError (ValueError)             what lies there is not a run that this version reads
+    +-- WorkerLostError (RuntimeError)          a worker of a merge died, as often as its task was tried
 
 A message is one sentence: the value, what is allowed, and the way out.
 """
@@ -26,6 +27,7 @@ __all__ = [
     "StorageNotFoundError",
     "StorageUnreachableError",
     "TorchInstrumentsError",
+    "WorkerLostError",
 ]
 
 
@@ -66,3 +68,7 @@ class StorageUnreachableError(StorageError):
 
 class RunFormatError(TorchInstrumentsError, ValueError):
     """What lies at a URL is not a run, or one of a schema version that this release does not read."""
+
+
+class WorkerLostError(TorchInstrumentsError, RuntimeError):
+    """A thread, process or machine that did a part of a merge was lost, as often as that part was tried."""

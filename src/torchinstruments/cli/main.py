@@ -1,8 +1,8 @@
 """The ``torchinstruments`` command: one module a subcommand, loaded when it is called.
 
 Exit codes: 0 complete, 1 done but something is missing or set aside, 2 could not, 3 a condition of
-``compare`` was met, 130 interrupted by the user. With ``--json`` standard output carries one JSON document
-and nothing else. A mistake of the user gets one sentence.
+``compare`` was met, 130 interrupted by the user, 143 ended by SIGTERM. With ``--json`` standard output
+carries one JSON document and nothing else. A mistake of the user gets one sentence.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from torchinstruments._version import __version__
 from torchinstruments.cli import compare, merge, status
 from torchinstruments.cli.console import shown_text
+from torchinstruments.cli.termination import TERMINATED, Terminated, raised_when_terminated
 from torchinstruments.errors import TorchInstrumentsError
 
 __all__ = ["COULD_NOT", "INTERRUPTED", "main"]
@@ -37,8 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # how argparse ends after --help, --version and its own complaints
         return stop.code if isinstance(stop.code, int) else COULD_NOT
     try:
-        code = arguments.run(arguments)
-        sys.stdout.flush()
+        with raised_when_terminated():
+            code = arguments.run(arguments)
+            sys.stdout.flush()
+    except Terminated:
+        return TERMINATED
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from torchinstruments.cli.command import Command, add_place_arguments, storage_options
 from torchinstruments.cli.console import ProgressLine, count_text, print_table, shown_text
+from torchinstruments.cli.executors import add_executor_arguments, chosen_executor
 from torchinstruments.cli.findings import finding_lines
 from torchinstruments.cli.folders import open_folders, print_runs_beside
 
@@ -30,6 +31,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", metavar="URL", help="folder for result.json and its tables (default: URL/merged)"
     )
     parser.add_argument("--ranks", metavar="RANKS", help="merge these ranks only, such as 0-7,12")
+    add_executor_arguments(parser)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -40,13 +42,14 @@ def _run(arguments: argparse.Namespace) -> int:
     options = storage_options(arguments)
     # Looked into first, so that nothing that goes wrong here can come after a result that was written.
     folders = open_folders(arguments.urls, options)
-    with ProgressLine("ranks") as progress:
+    with chosen_executor(arguments) as executor, ProgressLine("ranks") as progress:
         merged = merge_run(
             *arguments.urls,
             output=arguments.output,
             storage_options=options,
             ranks=ranks,
             progress=progress,
+            executor=executor,
         )
     if arguments.as_json:
         from torchinstruments.store.manifest import encode_document

@@ -1,4 +1,4 @@
-"""The rows of one stretch of attempts, of every rank, from parts that were read once before."""
+"""The rows of some stretches of attempts, of every rank, from parts that were read once before."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +14,7 @@ __all__ = ["block_batches", "is_ambiguous"]
 
 
 def block_batches(task: BlockTask, columns: Sequence[str]) -> Iterator[tuple[int, int, pa.RecordBatch]]:
-    """Yields rank, number of the process, and rows of the stretch (worker).
+    """Yields rank, number of the process, and rows of the stretches (worker).
 
     Ranks come in ascending order, their parts in the order of writing. Generation and attempt have to be
     among the columns.
@@ -24,14 +24,22 @@ def block_batches(task: BlockTask, columns: Sequence[str]) -> Iterator[tuple[int
         ChangedPartError: A part cannot be read any more, or not in these columns.
     """
     processes: dict[tuple[int, str], int] = {}
-    block = task.block
+    generation = task.blocks[0].generation
+    firsts = np.array([one.first for one in task.blocks])
+    lasts = np.array([one.last for one in task.blocks])
+
+    def is_wanted(lowest: int, highest: int) -> bool:
+        return bool(((firsts <= highest) & (lowest <= lasts)).any())
+
     for rank, parts in task.parts:
         for part in parts:
             process = processes.setdefault((rank, part.process), len(processes))
-            for batch in reread(task.sources, task.run_id, part, columns):
+            for batch in reread(task.sources, task.run_id, part, columns, is_wanted):
                 attempt = integers(batch, "attempt")
-                chosen = integers(batch, "generation") == block.generation
-                chosen &= (attempt >= block.first) & (attempt <= block.last)
+                # The stretch that begins last before each row; blocks do not overlap.
+                place = np.searchsorted(firsts, attempt, side="right") - 1
+                chosen = integers(batch, "generation") == generation
+                chosen &= (place >= 0) & (attempt <= lasts[place])
                 if bool(chosen.all()):
                     yield rank, process, batch
                 elif bool(chosen.any()):

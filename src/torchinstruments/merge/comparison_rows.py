@@ -52,6 +52,11 @@ class ComparisonTask:
     sources: tuple[Source, ...]
     parts: tuple[tuple[int, tuple[tuple[PartFile, tuple[int, ...]], ...]], ...]
 
+    @property
+    def read_ranks(self) -> tuple[int, ...]:
+        """Ranks whose parts are read."""
+        return tuple(rank for rank, _ in self.parts)
+
 
 @dataclass(frozen=True, slots=True)
 class RankRows:

@@ -6,9 +6,9 @@ time: memory grows with the number of series, not with the length of the run. Wh
 read a second time, rank beside rank, in blocks of bounded size.
 """
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,15 +18,16 @@ from torchinstruments.merge.comparison import COMPARISON_FILE, ComparisonFold
 from torchinstruments.merge.comparison_blocks import compare_block
 from torchinstruments.merge.coverage import Coverage, CoverageFold
 from torchinstruments.merge.entries import SummaryTable
+from torchinstruments.merge.executors import ExecutorChoice, workers_for
 from torchinstruments.merge.first_nonfinite import FirstNonfiniteFold
 from torchinstruments.merge.layers import LayerFold
-from torchinstruments.merge.mapping import in_order
+from torchinstruments.merge.mapping import MAX_WAITING_BLOCKS, in_order
 from torchinstruments.merge.moments import look_at_moments
 from torchinstruments.merge.own_work import OwnWorkFold
 from torchinstruments.merge.parts import ChangedPartError
 from torchinstruments.merge.plan import MergePlan, plan_merge
 from torchinstruments.merge.processes import ProcessView
-from torchinstruments.merge.reading import read_rank
+from torchinstruments.merge.reading import forget_layouts, read_rank
 from torchinstruments.merge.replica_blocks import compare_replicas
 from torchinstruments.merge.replicas import ReplicaFold
 from torchinstruments.merge.result import RESULT_FILE, RESULT_SCHEMA_VERSION, SUMMARY_FILE, MergeResult
@@ -46,8 +47,6 @@ from torchinstruments.store.urls import check_url, check_writable
 
 __all__ = ["MergeResult", "merge_run"]
 
-_MAX_THREADS = 16
-
 Progress = Callable[[int, int], None]
 """Called by `merge_run` in the caller's thread with the ranks done and all ranks."""
 
@@ -59,7 +58,7 @@ def merge_run(
     ranks: Collection[int] | None = None,
     inline_ranks: int = 16,
     progress: Progress | None = None,
-    executor: Executor | None = None,
+    executor: ExecutorChoice = None,
 ) -> MergeResult:
     """Merges what the ranks of one run left into ``merged/result.json`` and the tables beside it.
 
@@ -74,12 +73,19 @@ def merge_run(
             more, only in ``summary.parquet``.
         progress: Called after each rank with the ranks done and all ranks; from the first one again where
             files changed or went away, and the merge begins anew.
-        executor: Where ranks are read; else threads of this process. It stays open.
+        executor: Where ranks are read: ``"threads"`` of this process (default), ``"processes"`` of this
+            machine, ``"dask"`` for the scheduler that dask is configured for, an executor of
+            `concurrent.futures`, or a ``distributed.Client``; these two stay open. All give the same bytes.
+            In a script, processes need the call to stand below ``if __name__ == "__main__":``.
 
     Raises:
         ConfigurationError: An argument that cannot work.
         RunFormatError: A folder holds no run, one that this release does not read, or another run.
         StorageError: A store refused or did not answer.
+        WorkerLostError: A worker died over the same task several times.
+
+    Of the last two ``failures`` says which ranks could not be read. Whatever ends a merge early, Ctrl-C and
+    an exception of `progress` too, the result of the merge before stays as it is.
     """
     if isinstance(inline_ranks, bool) or inline_ranks < 0:
         raise ConfigurationError(f"inline_ranks={inline_ranks!r} is not possible; give 0 or more")
@@ -99,19 +105,11 @@ def merge_run(
                     raise StorageError(f"{error}: files change while they are merged; merge again") from error
             finally:
                 close_sources(plan.token)
+                forget_layouts()
         raise AssertionError("the second try returns or raises")
 
-    if executor is not None:
-        return merge_with(executor)
-    pool = ThreadPoolExecutor(_num_threads(), thread_name_prefix="torchinstruments-merge")
-    try:
-        return merge_with(pool)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _num_threads() -> int:
-    return max(2, min(_MAX_THREADS, 2 * (os.cpu_count() or 1)))
+    with workers_for(executor) as workers:
+        return merge_with(workers)
 
 
 def _merge(
@@ -136,28 +134,28 @@ def _folded(
     views: list[ProcessView] = []
     now_s = store_now_s(plan.inventory)
     ranks = _RankFolds()
-    for done, (task, reading) in enumerate(
-        zip(plan.tasks, in_order(executor, read_rank, plan.tasks), strict=True), start=1
-    ):
-        modules = _modules(plan, reading.rank, coverage.set_aside)
-        of_rank = _views(plan, reading, now_s)
-        layers.add_modules(reading.rank, modules.values())
-        layers.add_rank(reading.rank, reading.summaries)
-        table.add(reading.rank, reading.summaries)
-        coverage.fired.add(reading.rank, modules, reading)
-        coverage.add(reading, of_rank)
-        ranks.add(task, reading, modules, of_rank)
-        comparison.plan.add_rank(reading.rank, reading.row_spans)
-        views += of_rank
-        if progress is not None:
-            progress(done, len(plan.tasks))
+    # Closed at once when the caller's progress raises: an executor that stays open gets no more to do.
+    with closing(in_order(executor, read_rank, plan.tasks)) as readings:
+        for done, (task, reading) in enumerate(zip(plan.tasks, readings, strict=True), start=1):
+            modules = _modules(plan, reading.rank, coverage.set_aside)
+            of_rank = _views(plan, reading, now_s)
+            layers.add_modules(reading.rank, modules.values())
+            layers.add_rank(reading.rank, reading.summaries)
+            table.add(reading.rank, reading.summaries)
+            coverage.fired.add(reading.rank, modules, reading)
+            coverage.add(reading, of_rank)
+            ranks.add(task, reading, modules, of_rank)
+            comparison.plan.add_rank(reading.rank, reading.row_spans)
+            views += of_rank
+            if progress is not None:
+                progress(done, len(plan.tasks))
     _require_presence(plan, coverage.set_aside)
     found = coverage.result()
     ranks.look_closer(plan, found, executor)
     stretches = comparison.plan.tasks(
         coverage.alignment.samples, layers.num_series, plan.inventory.run.run_id, plan.sources
     )
-    for block in in_order(executor, compare_block, stretches):
+    for block in in_order(executor, compare_block, stretches, max_waiting=MAX_WAITING_BLOCKS):
         comparison.add_block(block)
     result: dict[str, object] = {
         "schema_version": RESULT_SCHEMA_VERSION,
@@ -174,7 +172,14 @@ def _folded(
     }
     files = {SUMMARY_FILE: table.encoded(), STEPS_FILE: ranks.steps.encoded()}
     large_files = {COMPARISON_FILE: comparison.file()}
-    return _written(plan, output, result, files, large_files, is_complete=found.is_complete)
+    # In a thread of its own: Ctrl-C comes before the first file is replaced, or after the last one.
+    with ThreadPoolExecutor(1) as writer:
+        # A thread that runs already is waited for wherever the interruption comes.
+        writer.submit(int).result()
+        written = writer.submit(
+            _written, plan, output, result, files, large_files, is_complete=found.is_complete
+        )
+        return written.result()
 
 
 def _require_presence(plan: MergePlan, set_aside: Collection[SetAside]) -> None:
@@ -220,10 +225,16 @@ class _RankFolds:
     def look_closer(self, plan: MergePlan, found: Coverage, executor: Executor) -> None:
         """Reads a second time what does not agree, once all ranks were added."""
         run_id = plan.inventory.run.run_id
-        for block in in_order(executor, compare_steps, self.steps.tasks(run_id, plan.sources)):
-            self.steps.add_block(block)
-        for one in in_order(executor, compare_replicas, self.replicas.tasks(run_id, plan.sources)):
-            self.replicas.add_block(one)
+        step_tasks = self.steps.tasks(run_id, plan.sources)
+        for step_blocks in in_order(executor, compare_steps, step_tasks, max_waiting=MAX_WAITING_BLOCKS):
+            for step_block in step_blocks:
+                self.steps.add_block(step_block)
+        replica_tasks = self.replicas.tasks(run_id, plan.sources)
+        for replica_blocks in in_order(
+            executor, compare_replicas, replica_tasks, max_waiting=MAX_WAITING_BLOCKS
+        ):
+            for replica_block in replica_blocks:
+                self.replicas.add_block(replica_block)
         tasks = self.first_nonfinite.tasks(plan.tasks, found.ranks_by_generation)
         self.first_nonfinite.add_answers(in_order(executor, look_at_moments, tasks))
 

@@ -67,6 +67,11 @@ class MomentTask:
     reads_all: bool
     wanted: tuple[Wanted, ...]
 
+    @property
+    def read_ranks(self) -> tuple[int, ...]:
+        """The rank, as the only one."""
+        return (self.rank,)
+
 
 def look_at_moments(task: MomentTask) -> tuple[str, ...]:
     """Returns for each wanted tensor `FINITE`, or why the rank does not tell.

@@ -15,7 +15,7 @@ import pyarrow as pa
 from torchinstruments.records import Reason, Signal, Stage
 from torchinstruments.store.inventory import PartFile
 from torchinstruments.store.row_blocks import floats, integers
-from torchinstruments.store.series import texts_of
+from torchinstruments.store.series import codes_of, texts_of
 
 __all__ = [
     "EVIDENCE_COLUMNS",
@@ -167,9 +167,9 @@ class NonfiniteRows:
 
     def seen(self, batch: pa.RecordBatch) -> dict[Phase, int]:
         """Returns the lowest sample with evidence of each phase in rows of ``history``."""
-        fraction = fractions(batch)
-        self._is_measured = self._is_measured or not bool(np.isnan(fraction).all())
-        found = np.flatnonzero(fraction > 0)
+        places, shares = _told(batch)
+        self._is_measured = self._is_measured or not bool(np.isnan(shares).all())
+        found = np.sort(places[shares > 0])
         if len(found) == 0:
             return {}
         phase, sample_id = phases(batch)[found], integers(batch, "sample_id")[found]
@@ -203,17 +203,31 @@ class NonfiniteRows:
 def fractions(batch: pa.RecordBatch) -> _Floats:
     """Returns the share of nonfinite entries that each row tells; NaN where it tells none (worker)."""
     found = np.full(batch.num_rows, np.nan)
-    metric_of, metrics = texts_of(batch.column("metric"))
-    if _NONFINITE in metrics or _FINITE in metrics:
-        value = floats(batch, "value")
-        for name, shares in ((_NONFINITE, value), (_FINITE, 1.0 - value)):
-            if name in metrics:
-                rows = metric_of == metrics.index(name)
-                found[rows] = shares[rows]
-    reason_of, reasons = texts_of(batch.column("unavailable_reason"))
-    if any(_code(reason) == _NONE for reason in reasons):
-        found[np.array([_code(reason) == _NONE for reason in reasons], np.bool_)[reason_of]] = 1.0
+    places, shares = _told(batch)
+    found[places] = shares
     return found
+
+
+def _told(batch: pa.RecordBatch) -> tuple[_Integers, _Floats]:
+    """Returns the rows that may tell a share of nonfinite entries, and the shares.
+
+    Most rows are of other metrics and not among them; of a row that stands there twice the last share counts.
+    """
+    metric_of, metrics = codes_of(batch.column("metric"))
+    value = floats(batch, "value")
+    places, shares = [np.zeros(0, np.int64)], [np.zeros(0)]
+    for name in (_NONFINITE, _FINITE):
+        if name in metrics:
+            rows = np.flatnonzero(metric_of == metrics.index(name))
+            places.append(rows)
+            shares.append(value[rows] if name == _NONFINITE else 1.0 - value[rows])
+    reason_of, reasons = codes_of(batch.column("unavailable_reason"))
+    is_none = np.array([_code(reason) == _NONE for reason in reasons], np.bool_)
+    if bool(is_none.any()):
+        rows = np.flatnonzero(is_none[reason_of])
+        places.append(rows)
+        shares.append(np.ones(len(rows)))
+    return np.concatenate(places), np.concatenate(shares)
 
 
 def phases(batch: pa.RecordBatch) -> _Integers:

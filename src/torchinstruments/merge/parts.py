@@ -2,7 +2,8 @@
 
 import contextlib
 import io
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +13,7 @@ from torchinstruments.merge.failures import of_rank
 from torchinstruments.merge.row_checks import checked, table_schema
 from torchinstruments.merge.sources import Source, opened
 from torchinstruments.store.documents import UnusableFileError
-from torchinstruments.store.inspection import Expected, inspect_file
+from torchinstruments.store.inspection import Expected, inspect_footer
 from torchinstruments.store.inventory import PartFile
 from torchinstruments.store.schema import TABLE_SCHEMAS
 from torchinstruments.store.storage import Storage
@@ -33,7 +34,12 @@ MAX_FETCHED_BYTES = 64 * 2**20
 """Parts up to this size are fetched by one request; larger ones are read in ranges."""
 
 BATCH_ROWS = 65_536
-"""Rows that a worker decodes at once."""
+"""Rows that a worker decodes at once: as many whole row groups as fit."""
+
+_TEXTS = {
+    table: [field.name for field in schema if pa.types.is_string(field.type)]
+    for table, schema in TABLE_SCHEMAS.items()
+}
 
 
 class ChangedPartError(Exception):
@@ -52,30 +58,78 @@ def open_part(storage: Storage, part: PartFile, run_id: str) -> Generator[pq.Par
     """
     if part.size_bytes == 0:
         raise UnusableFileError("empty_file")
-    texts = [field.name for field in TABLE_SCHEMAS[part.table] if pa.types.is_string(field.type)]
     with contextlib.ExitStack() as stack:
         if part.size_bytes <= MAX_FETCHED_BYTES:
-            raw = stack.enter_context(io.BytesIO(storage.read(part.path)))
+            data = storage.read(part.path)
+            raw: BinaryIO = stack.enter_context(io.BytesIO(data))
+            source: pa.NativeFile | BinaryIO = pa.BufferReader(data)
         else:
-            raw = stack.enter_context(storage.open_input(part.path, part.size_bytes))
+            raw = source = stack.enter_context(storage.open_input(part.path, part.size_bytes))
         # Rank and process of the rows are compared row by row, and reported instead of refused.
-        inspect_file(raw, Expected(part.table, run_id))
+        _, footer = inspect_footer(raw, Expected(part.table, run_id))
         raw.seek(0)
-        file = stack.enter_context(
-            pq.ParquetFile(raw, read_dictionary=texts, pre_buffer=True, page_checksum_verification=True)
+        yield stack.enter_context(
+            pq.ParquetFile(
+                source,
+                metadata=footer,
+                read_dictionary=_TEXTS[part.table],
+                pre_buffer=part.size_bytes > MAX_FETCHED_BYTES,
+                page_checksum_verification=True,
+            )
         )
-        yield file
 
 
-def batches(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+def batches(
+    file: pq.ParquetFile, columns: Sequence[str], is_wanted: Callable[[int, int], bool] | None = None
+) -> Iterator[pa.RecordBatch]:
     """Yields the rows of a part (offline, any worker).
+
+    Args:
+        file: The part.
+        columns: What to read of it.
+        is_wanted: Told the lowest and highest attempt of a row group, whether to read it; None for all.
 
     Raises:
         UnusableFileError: A row has what no row of that table can have.
     """
+    metadata, names = file.metadata, list(columns)
+    chosen = [
+        number
+        for number in range(metadata.num_row_groups)
+        if is_wanted is None or _may_hold(metadata.row_group(number), is_wanted)
+    ]
+    due = metadata.num_rows
+    if is_wanted is not None:
+        due = sum(metadata.row_group(number).num_rows for number in chosen)
+    return checked(_decoded(file, names, chosen), table_schema(file.schema_arrow.names), due)
+
+
+def _decoded(file: pq.ParquetFile, names: list[str], chosen: Sequence[int]) -> Iterator[pa.RecordBatch]:
+    """Yields whole row groups, so that no batch ends in the middle of a sample."""
+    groups: list[int] = []
+    rows = 0
     # One thread: the merge is parallel over ranks, and a worker's memory stays that of one batch.
-    found = file.iter_batches(batch_size=BATCH_ROWS, columns=list(columns), use_threads=False)
-    return checked(found, table_schema(file.schema_arrow.names), file.metadata.num_rows)
+    for number in chosen:
+        added = file.metadata.row_group(number).num_rows
+        if groups and rows + added > BATCH_ROWS:
+            yield from file.iter_batches(BATCH_ROWS, groups, names, use_threads=False)
+            groups.clear()
+            rows = 0
+        groups.append(number)
+        rows += added
+    if groups:
+        yield from file.iter_batches(BATCH_ROWS, groups, names, use_threads=False)
+
+
+def _may_hold(group: pq.RowGroupMetaData, is_wanted: Callable[[int, int], bool]) -> bool:
+    for number in range(group.num_columns):
+        column = group.column(number)
+        if column.path_in_schema == "attempt":
+            statistics = column.statistics
+            if statistics is None or not statistics.has_min_max:
+                return True
+            return is_wanted(statistics.min, statistics.max)
+    return True
 
 
 def check_all_columns(file: pq.ParquetFile) -> None:
@@ -107,16 +161,27 @@ def checked_batches(
 
 
 def reread(
-    sources: Sequence[Source], run_id: str, part: PartFile, columns: Sequence[str]
+    sources: Sequence[Source],
+    run_id: str,
+    part: PartFile,
+    columns: Sequence[str],
+    is_wanted: Callable[[int, int], bool] | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Yields the rows of a part that could be read to its end before (offline, any worker).
+
+    Args:
+        sources: The folders of the run, by `PartFile.source`.
+        run_id: Its run.
+        part: The part.
+        columns: What to read of it.
+        is_wanted: As in `batches`.
 
     Raises:
         ChangedPartError: It cannot be read any more, or not in these columns.
         StorageError: A store did not answer.
     """
     with _second_look(sources, run_id, part) as file:
-        yield from batches(file, columns)
+        yield from batches(file, columns, is_wanted)
 
 
 def reread_groups(

@@ -9,6 +9,7 @@ bounded size. (Two ranges of different rows share a digest once in 2^64.)
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,9 @@ __all__ = [
 
 MAX_BLOCK_ROWS = 200_000
 """Rows of all ranks that a block holds: some 250 bytes each while they are compared."""
+
+MAX_TASK_BLOCKS = 4
+"""Blocks that are read at once: some 100 bytes a row until they are compared, one block after the other."""
 
 _Integers = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
@@ -201,21 +205,26 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockTask:
-    """A stretch of attempts, to be read of every rank (made by the merge, run by a worker).
+    """Stretches of attempts, to be read of every rank (made by the merge, run by a worker).
 
     Attributes:
-        block: The stretch.
+        blocks: The stretches, in ascending order; all of one generation.
         run_id: Parts of another run are left out.
         sources: The folders of the run, by `PartFile.source`.
-        parts: Rank to its parts with rows in the stretch.
+        parts: Rank to its parts with rows in any of the stretches.
         ranks: Ranks that have rows anywhere in the generation.
     """
 
-    block: Block
+    blocks: tuple[Block, ...]
     run_id: str
     sources: tuple[Source, ...]
     parts: tuple[tuple[int, tuple[PartFile, ...]], ...]
     ranks: tuple[int, ...]
+
+    @property
+    def read_ranks(self) -> tuple[int, ...]:
+        """Ranks whose parts are read."""
+        return tuple(rank for rank, _ in self.parts)
 
 
 @dataclass(slots=True)
@@ -318,19 +327,30 @@ class RangeFold:
         return blocks, covered
 
     def tasks(self, blocks: Sequence[Block], run_id: str, sources: tuple[Source, ...]) -> Iterator[BlockTask]:
-        """Yields what to read for each block."""
+        """Yields what to read, several blocks at once: a part is decoded for all of them together."""
         by_generation = {one: tuple(self.ranks_in(bits)) for one, bits in self.generation_ranks().items()}
-        for block in blocks:
-            parts = tuple(
-                (rank, found)
-                for rank, spans in self._spans
-                if (found := tuple(one.part for one in spans if _overlaps(one, block)))
-            )
-            yield BlockTask(block, run_id, sources, parts, by_generation[block.generation])
+        for generation, of_one in groupby(blocks, key=_generation_of):
+            rest = tuple(of_one)
+            while rest:
+                chosen, rest = rest[:MAX_TASK_BLOCKS], rest[MAX_TASK_BLOCKS:]
+                parts = tuple(
+                    (rank, found)
+                    for rank, spans in self._spans
+                    if (
+                        found := tuple(
+                            one.part for one in spans if any(_overlaps(one, block) for block in chosen)
+                        )
+                    )
+                )
+                yield BlockTask(chosen, run_id, sources, parts, by_generation[generation])
 
 
 def _by_place(one: Range) -> tuple[int, int, str]:
     return (one.generation, one.number, one.group)
+
+
+def _generation_of(block: Block) -> int:
+    return block.generation
 
 
 def _overlaps(span: PartSpan, block: Block) -> bool:

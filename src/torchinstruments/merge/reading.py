@@ -6,7 +6,7 @@ twice instead of held.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,20 +39,23 @@ from torchinstruments.store.row_blocks import (
     RowBlock,
     integers,
     microseconds,
-    row_block,
 )
+from torchinstruments.store.sample_grids import NumberedRows, SharedLayouts
 from torchinstruments.store.schema import KEY_COLUMNS
-from torchinstruments.store.series import SeriesIndex, TooManySeriesError, texts_of
+from torchinstruments.store.series import TooManySeriesError, codes_of, texts_of
 from torchinstruments.store.summaries import SummaryBuilder
 
-__all__ = ["read_rank"]
+__all__ = ["HISTORY_COLUMNS", "SAMPLE_COLUMNS", "forget_layouts", "read_rank"]
 
 MAX_HELD_ROWS = 1_000_000
 """Parts with more rows than this are decoded twice rather than held: about 100 bytes a row."""
 
+_SHARED = SharedLayouts()
 _FOREIGN = "foreign_run"
 _IDENTITY_COLUMNS = ("generation", "rank", "process")
-_HISTORY_COLUMNS = (*_IDENTITY_COLUMNS, *KEY_COLUMNS, *SUMMARISED_COLUMNS)
+HISTORY_COLUMNS = (*_IDENTITY_COLUMNS, *KEY_COLUMNS, *SUMMARISED_COLUMNS)
+"""What is read of ``history``."""
+
 _POSITION_COLUMNS = (
     "generation",
     "sample_id",
@@ -61,7 +64,7 @@ _POSITION_COLUMNS = (
     "forward_index",
     "timestamp",
 )
-_SAMPLE_COLUMNS = (
+SAMPLE_COLUMNS = (
     *_IDENTITY_COLUMNS,
     "sample_id",
     "attempt",
@@ -70,6 +73,7 @@ _SAMPLE_COLUMNS = (
     "started_at",
     "state",
 )
+"""What is read of ``samples``."""
 
 
 def read_rank(task: RankTask) -> RankReading:
@@ -83,6 +87,11 @@ def read_rank(task: RankTask) -> RankReading:
         return _RankReader(task).read()
     except StorageError as error:
         raise of_rank(task.rank, error)  # noqa: B904 - it is the same error
+
+
+def forget_layouts() -> None:
+    """Lets go of what ranks of a merge shared in this process, once it is over (caller's thread)."""
+    _SHARED.clear()
 
 
 @dataclass(slots=True)
@@ -110,7 +119,7 @@ class _Samples:
 class _RankReader:
     def __init__(self, task: RankTask) -> None:
         self._task = task
-        self._index = SeriesIndex()
+        self._numbered = NumberedRows(_SHARED)
         self._builder = SummaryBuilder(task.window)
         self._tallies: dict[str, _ProcessTally] = {}
         self._set_aside: list[SetAside] = []
@@ -130,7 +139,7 @@ class _RankReader:
         samples = [one for tally in self._tallies.values() for one in tally.samples]
         return RankReading(
             rank=self._task.rank,
-            summaries=self._builder.finish(self._index.keys),
+            summaries=self._builder.finish(self._numbered.index),
             processes={process: _process_rows(tally) for process, tally in sorted(self._tallies.items())},
             keys=_keys(samples),
             set_aside=tuple(self._set_aside),
@@ -186,11 +195,11 @@ class _RankReader:
         nonfinite: list[dict[Phase, int]] = []
 
         def blocks() -> Iterator[RowBlock]:
-            for batch in batches(file, _HISTORY_COLUMNS):
+            for batch in batches(file, HISTORY_COLUMNS):
                 self._compare(part, batch, found, generations)
                 nonfinite.append(self._nonfinite.seen(batch))
                 ids.append(_changes(integers(batch, "sample_id")))
-                yield row_block(batch, self._index.number(batch))
+                yield from self._numbered.blocks(batch)
 
         chosen: Iterable[RowBlock]
         if file.metadata.num_rows <= MAX_HELD_ROWS:
@@ -275,7 +284,7 @@ class _RankReader:
         found: Counter[tuple[str, str, str]] = Counter()
         generations: set[int] = set()
         blocks: list[_Samples] = []
-        for batch in batches(file, _SAMPLE_COLUMNS):
+        for batch in batches(file, SAMPLE_COLUMNS):
             self._compare(part, batch, found, generations)
             blocks.append(_samples(batch))
         self._tally(part).samples += blocks
@@ -289,20 +298,19 @@ class _RankReader:
         generations: set[int],
     ) -> None:
         """Counts the rows of a batch that say something else than where they lie."""
-        in_rows = integers(batch, "generation")
+        if batch.num_rows == 0:
+            return
         expected = self._task.generations.get(part.process)
-        if expected is None or not bool((in_rows == expected).all()):
-            generations.update(np.unique(in_rows).tolist())
-        else:
-            generations.add(expected)
+        in_rows = _counted(batch.column("generation").to_numpy(zero_copy_only=False))
+        generations.update(in_rows)
         if expected is not None:
             _count_others(found, "generation", in_rows, expected)
-        _count_others(found, "rank", integers(batch, "rank"), part.rank)
-        positions, texts = texts_of(batch.column("process"))
-        counts = np.bincount(positions, minlength=len(texts)).tolist()
-        for text, rows in zip(texts, counts, strict=True):
-            if rows and text != part.process:
-                found["process", text[:80], part.process] += rows
+        in_rows = _counted(batch.column("rank").to_numpy(zero_copy_only=False))
+        _count_others(found, "rank", in_rows, part.rank)
+        positions, texts = codes_of(batch.column("process"))
+        for place, rows in _counted(positions).items():
+            if texts[place] != part.process:
+                found["process", texts[place][:80], part.process] += rows
 
     def _note(
         self, part: PartFile, num_rows: int, found: Counter[tuple[str, str, str]], generations: set[int]
@@ -324,13 +332,21 @@ def _changes(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return values[np.append(True, values[1:] != values[:-1])]
 
 
+def _counted(values: npt.NDArray[np.integer]) -> dict[int, int]:
+    """Returns value to rows; nearly always there is one."""
+    lowest, highest = int(values.min()), int(values.max())
+    if lowest == highest:
+        return {lowest: len(values)}
+    distinct, counts = np.unique(values, return_counts=True)
+    return dict(zip(distinct.tolist(), counts.tolist(), strict=True))
+
+
 def _count_others(
-    found: Counter[tuple[str, str, str]], column: str, values: npt.NDArray[np.int64], expected: int
+    found: Counter[tuple[str, str, str]], column: str, rows_of: Mapping[int, int], expected: int
 ) -> None:
-    others = values[values != expected]
-    if len(others):
-        for value, rows in zip(*np.unique(others, return_counts=True), strict=True):
-            found[column, str(value), str(expected)] += int(rows)
+    for value, rows in rows_of.items():
+        if value != expected:
+            found[column, str(value), str(expected)] += rows
 
 
 def _samples(batch: pa.RecordBatch) -> _Samples:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchinstruments.merge.block_rows import block_batches, is_ambiguous
-from torchinstruments.merge.ranges import BlockTask
+from torchinstruments.merge.ranges import Block, BlockTask
 from torchinstruments.merge.splits import Split, split_of
 from torchinstruments.store.row_blocks import integers
 from torchinstruments.store.series import texts_of
@@ -15,6 +15,7 @@ __all__ = ["Judged", "ReplicaBlock", "Replicated", "TensorHistory", "compare_rep
 
 _COLUMNS = ("generation", "attempt", "tensor", "kind", "replica_key", "shape", "dtype", "digest")
 _TEXTS = ("tensor", "kind", "replica_key")
+_MAX_TABLE = 65_536
 
 _Integers = npt.NDArray[np.int64]
 
@@ -95,14 +96,18 @@ class ReplicaBlock:
     tensors: tuple[TensorHistory, ...]
 
 
-def compare_replicas(task: BlockTask) -> ReplicaBlock:
-    """Compares a stretch of fingerprints (worker: any thread, process or machine).
+def compare_replicas(task: BlockTask) -> tuple[ReplicaBlock, ...]:
+    """Compares stretches of fingerprints, each by itself (worker: any thread, process or machine).
 
     Raises:
         StorageError: A store did not answer.
         ChangedPartError: A part cannot be read any more, or not in these columns.
     """
-    rows = _Rows(task)
+    columns = _Columns(task)
+    return tuple(_compared(_Rows(columns, block), block.generation) for block in task.blocks)
+
+
+def _compared(rows: "_Rows", generation: int) -> ReplicaBlock:
     groups = rows.groups()
     is_judged = groups.num_ranks > 1
     differs = is_judged & groups.differs
@@ -110,7 +115,7 @@ def compare_replicas(task: BlockTask) -> ReplicaBlock:
     for group in np.flatnonzero(is_judged).tolist():
         by_tensor.setdefault(int(groups.tensor[group]), []).append(group)
     return ReplicaBlock(
-        generation=task.block.generation,
+        generation=generation,
         judged=len(np.unique(groups.attempt[is_judged])),
         differing=len(np.unique(groups.attempt[differs])),
         ambiguous_ranks=rows.ambiguous_ranks,
@@ -129,13 +134,13 @@ class _Groups:
     differs: npt.NDArray[np.bool_]
 
 
-class _Rows:
-    """Rows with a replica key, sorted by attempt, tensor and rank."""
+class _Columns:
+    """Rows with a replica key, of all stretches, as they were read."""
 
     def __init__(self, task: BlockTask) -> None:
         self.tensors: list[Replicated] = []
+        self.looks: list[tuple[str, str]] = []
         self._numbers: dict[Replicated, int] = {}
-        self._looks: list[tuple[str, str]] = []
         found: list[list[npt.NDArray[np.generic]]] = []
         look_numbers: dict[tuple[str, str], int] = {}
         for rank, process, batch in block_batches(task, _COLUMNS):
@@ -143,15 +148,15 @@ class _Rows:
             is_keyed = np.array([bool(key) for key in columns[-1][1]], np.bool_)[columns[-1][0]]
             attempt = integers(batch, "attempt")
             looks = [texts_of(batch.column(name)) for name in ("shape", "dtype")]
-            look = self._numbered(looks, look_numbers, self._looks)
+            look = self._numbered(looks, look_numbers, self.looks)
             found.append(
                 [
                     column[is_keyed]
                     for column in (
                         attempt,
                         self._tensor_numbers(columns),
-                        np.full(len(attempt), rank, np.int64),
-                        np.full(len(attempt), process, np.int64),
+                        np.full(len(attempt), rank, np.int32),
+                        np.full(len(attempt), process, np.int32),
                         look,
                         batch.column("digest").to_numpy(zero_copy_only=False),
                     )
@@ -159,8 +164,55 @@ class _Rows:
             )
         none = [np.zeros(0, np.int64)] * 5
         whole = [np.concatenate(column) for column in zip(*found, strict=True)] if found else none
-        attempt, tensor, rank, process, look = whole[:5]
-        digest = whole[5] if found else np.zeros(0, np.uint64)
+        self.attempt, self.tensor, self.rank, self.process, self.look = whole[:5]
+        self.digest = whole[5] if found else np.zeros(0, np.uint64)
+
+    def _tensor_numbers(self, columns: list[tuple[_Integers, list[str]]]) -> npt.NDArray[np.int32]:
+        """Returns a number a row, in the order of first sight: that of the model."""
+        packed, size = np.zeros(len(columns[0][0]), np.int64), 1
+        for positions, texts in columns:
+            packed = packed * max(len(texts), 1) + positions
+            size *= max(len(texts), 1)
+        first, where = _first_and_place(packed, size)
+        numbers = np.zeros(len(first), np.int32)
+        for place in np.argsort(first).tolist():
+            row = int(first[place])
+            key = Replicated(*(texts[int(positions[row])] for positions, texts in columns))
+            numbers[place] = self._numbers.setdefault(key, len(self._numbers))
+            if len(self._numbers) > len(self.tensors):
+                self.tensors.append(key)
+        return numbers[where]
+
+    def _numbered(
+        self,
+        columns: list[tuple[_Integers, list[str]]],
+        numbers: dict[tuple[str, str], int],
+        pairs: list[tuple[str, str]],
+    ) -> npt.NDArray[np.int32]:
+        (left, left_texts), (right, right_texts) = columns
+        width = max(len(right_texts), 1)
+        first, where = _first_and_place(left * width + right, len(left_texts) * width)
+        found = np.zeros(len(first), np.int32)
+        for place, row in enumerate(first.tolist()):
+            pair = (left_texts[int(left[row])], right_texts[int(right[row])])
+            found[place] = numbers.setdefault(pair, len(numbers))
+            if len(numbers) > len(pairs):
+                pairs.append(pair)
+        return found[where]
+
+
+class _Rows:
+    """Rows of one stretch, sorted by attempt, tensor and rank."""
+
+    def __init__(self, columns: _Columns, block: Block) -> None:
+        self.tensors, self._looks = columns.tensors, columns.looks
+        places = np.flatnonzero((columns.attempt >= block.first) & (columns.attempt <= block.last))
+        attempt, tensor, digest = columns.attempt[places], columns.tensor[places], columns.digest[places]
+        rank, process, look = (
+            columns.rank[places].astype(np.int64),
+            columns.process[places],
+            columns.look[places],
+        )
         ambiguous = is_ambiguous(rank, attempt, process)
         self.ambiguous_ranks: tuple[int, ...] = tuple(np.unique(rank[ambiguous]).tolist())
         kept = np.flatnonzero(~ambiguous)
@@ -187,36 +239,24 @@ class _Rows:
     def look(self, start: int) -> tuple[str, str]:
         return self._looks[int(self._look[start])]
 
-    def _tensor_numbers(self, columns: list[tuple[_Integers, list[str]]]) -> _Integers:
-        """Returns a number a row, in the order of first sight: that of the model."""
-        packed = np.zeros(len(columns[0][0]), np.int64)
-        for positions, texts in columns:
-            packed = packed * max(len(texts), 1) + positions
-        distinct, first, where = np.unique(packed, return_index=True, return_inverse=True)
-        numbers = np.zeros(len(distinct), np.int64)
-        for place in np.argsort(first).tolist():
-            row = int(first[place])
-            key = Replicated(*(texts[int(positions[row])] for positions, texts in columns))
-            numbers[place] = self._numbers.setdefault(key, len(self._numbers))
-            if len(self._numbers) > len(self.tensors):
-                self.tensors.append(key)
-        return numbers[where]
 
-    def _numbered(
-        self,
-        columns: list[tuple[_Integers, list[str]]],
-        numbers: dict[tuple[str, str], int],
-        pairs: list[tuple[str, str]],
-    ) -> _Integers:
-        (left, left_texts), (right, right_texts) = columns
-        distinct, where = np.unique(left * max(len(right_texts), 1) + right, return_inverse=True)
-        found = np.zeros(len(distinct), np.int64)
-        for place, packed in enumerate(distinct.tolist()):
-            pair = (left_texts[packed // len(right_texts)], right_texts[packed % len(right_texts)])
-            found[place] = numbers.setdefault(pair, len(numbers))
-            if len(numbers) > len(pairs):
-                pairs.append(pair)
-        return found[where]
+def _first_and_place(packed: _Integers, size: int) -> tuple[_Integers, _Integers]:
+    """Returns the first row of each distinct number, and the place among these of each row's number.
+
+    Args:
+        packed: Numbers from 0 on, shape ``[rows]``.
+        size: They are below it.
+    """
+    if size > max(_MAX_TABLE, 4 * len(packed)):
+        _, first, where = np.unique(packed, return_index=True, return_inverse=True)
+        return first, where
+    # By a table, without sorting: few tensors stand in many rows.
+    table = np.full(size, -1, np.int64)
+    table[packed[::-1]] = np.arange(len(packed) - 1, -1, -1)
+    distinct = np.flatnonzero(table >= 0)
+    first = table[distinct]
+    table[distinct] = np.arange(len(distinct))
+    return first, table[packed]
 
 
 def _history(

@@ -60,16 +60,20 @@ class Split:
 
 def split_of(values: npt.NDArray[np.generic], ranks: npt.NDArray[np.int64]) -> Split:
     """Returns who holds what; each rank stands there once (any worker)."""
-    distinct, where = np.unique(values, return_inverse=True)
-    found = [
-        (np.sort(ranks[where == place]).tolist(), value) for place, value in enumerate(distinct.tolist())
-    ]
-    found.sort(key=_by_number)
-    further = sorted(rank for held, _ in found[MAX_VALUES:] for rank in held)
+    order = np.lexsort((ranks, values))
+    values, ranks = values[order], ranks[order]
+    starts = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
+    ends = np.append(starts[1:], len(values))
+    by_number = np.lexsort((ranks[starts], ends - starts))
+    shown = by_number[:MAX_VALUES].tolist()
+    is_further = np.ones(len(values), np.bool_)
+    for place in shown:
+        is_further[starts[place] : ends[place]] = False
     return Split(
-        tuple(Held(value, tuple(held)) for held, value in found[:MAX_VALUES]), len(found), tuple(further)
+        tuple(
+            Held(values[starts[place]].item(), tuple(ranks[starts[place] : ends[place]].tolist()))
+            for place in shown
+        ),
+        len(starts),
+        tuple(np.sort(ranks[is_further]).tolist()),
     )
-
-
-def _by_number(entry: tuple[list[int], int | float]) -> tuple[int, int]:
-    return (len(entry[0]), entry[0][0])

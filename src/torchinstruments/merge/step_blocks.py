@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from torchinstruments.merge.block_rows import block_batches, is_ambiguous
-from torchinstruments.merge.ranges import BlockTask
+from torchinstruments.merge.ranges import Block, BlockTask
 from torchinstruments.merge.splits import Split, split_of
 from torchinstruments.records import Outcome
-from torchinstruments.store.row_blocks import floats, integers
+from torchinstruments.store.row_blocks import floats
 from torchinstruments.store.series import texts_of
 
 __all__ = [
@@ -108,22 +108,26 @@ class StepBlock:
     disagreements: tuple[AttemptDisagreement, ...]
 
 
-def compare_steps(task: BlockTask) -> StepBlock:
-    """Compares a stretch of steps (worker: any thread, process or machine).
+def compare_steps(task: BlockTask) -> tuple[StepBlock, ...]:
+    """Compares stretches of steps, each by itself (worker: any thread, process or machine).
 
     Raises:
         StorageError: A store did not answer.
         ChangedPartError: A part cannot be read any more, or not in these columns.
     """
-    rows = _read(task)
+    columns = _read(task)
+    return tuple(_compared(columns.rows(block), block.generation, task.ranks) for block in task.blocks)
+
+
+def _compared(rows: "_Rows", generation: int, ranks: tuple[int, ...]) -> StepBlock:
     if len(rows.attempt) == 0:
         return StepBlock(0, 0, None, (), ())
     presence = _Presence(rows)
-    is_incomplete = presence.counts < len(task.ranks)
+    is_incomplete = presence.counts < len(ranks)
     first = None
     if bool(is_incomplete.any()):
         attempt = int(presence.attempts[np.argmax(is_incomplete)])
-        first = IncompleteAttempt(task.block.generation, attempt, presence.without(attempt, task.ranks))
+        first = IncompleteAttempt(generation, attempt, presence.without(attempt, ranks))
     clean = rows.chosen(~rows.is_ambiguous)
     found = _differences(clean, presence) if len(clean.attempt) else {}
     return StepBlock(
@@ -133,10 +137,10 @@ def compare_steps(task: BlockTask) -> StepBlock:
         ambiguous_ranks=tuple(np.unique(rows.rank[rows.is_ambiguous]).tolist()),
         disagreements=tuple(
             AttemptDisagreement(
-                task.block.generation,
+                generation,
                 attempt,
                 tuple(sorted(found[attempt], key=_by_place)),
-                presence.without(attempt, task.ranks),
+                presence.without(attempt, ranks),
             )
             for attempt in sorted(found)
         ),
@@ -165,31 +169,51 @@ class _Rows:
         )
 
 
-def _read(task: BlockTask) -> _Rows:
-    whole: dict[str, list[_Integers]] = {name: [] for name in ("rank", "process", *_INTEGER_COLUMNS)}
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Rows of all stretches as they were read: whole numbers and others, by column."""
+
+    whole: dict[str, npt.NDArray[np.integer]]
+    values: dict[str, _Floats]
+
+    def rows(self, block: Block) -> _Rows:
+        """Returns the rows of one stretch."""
+        attempt = self.whole["attempt"]
+        places = np.flatnonzero((attempt >= block.first) & (attempt <= block.last))
+        whole = {name: column[places].astype(np.int64) for name, column in self.whole.items()}
+        attempt, rank = whole["attempt"], whole["rank"]
+        rows = _Rows(
+            attempt,
+            rank,
+            whole["optimizer"],
+            whole["micro_batches"],
+            {name: column[places] for name, column in self.values.items()},
+            is_ambiguous(rank, attempt, whole["process"]),
+        )
+        return rows.chosen(np.lexsort((whole["optimizer_attempt"], whole["optimizer"], rank, attempt)))
+
+
+def _read(task: BlockTask) -> _Columns:
+    whole: dict[str, list[npt.NDArray[np.integer]]] = {
+        name: [] for name in ("rank", "process", *_INTEGER_COLUMNS)
+    }
     values: dict[str, list[_Floats]] = {name: [] for name in ("outcome", *_FLOAT_COLUMNS)}
     for one, process, batch in block_batches(task, _COLUMNS):
-        whole["rank"].append(np.full(batch.num_rows, one, np.int64))
-        whole["process"].append(np.full(batch.num_rows, process, np.int64))
+        whole["rank"].append(np.full(batch.num_rows, one, np.int32))
+        whole["process"].append(np.full(batch.num_rows, process, np.int32))
         for name in _INTEGER_COLUMNS:
-            whole[name].append(integers(batch, name))
+            # As wide as in the file: these wait until their block is compared.
+            whole[name].append(batch.column(name).to_numpy(zero_copy_only=False))
         positions, outcomes = texts_of(batch.column("outcome"))
         # An outcome that is not known is no value.
         codes = [float(OUTCOMES.index(text)) if text in OUTCOMES else np.nan for text in outcomes]
         values["outcome"].append(np.array(codes)[positions])
         for name in _FLOAT_COLUMNS:
             values[name].append(floats(batch, name))
-    joined = {name: np.concatenate([np.zeros(0, np.int64), *found]) for name, found in whole.items()}
-    attempt, rank = joined["attempt"], joined["rank"]
-    rows = _Rows(
-        attempt,
-        rank,
-        joined["optimizer"],
-        joined["micro_batches"],
-        {name: np.concatenate([np.zeros(0), *found]) for name, found in values.items()},
-        is_ambiguous(rank, attempt, joined["process"]),
+    return _Columns(
+        {name: np.concatenate(found) if found else np.zeros(0, np.int64) for name, found in whole.items()},
+        {name: np.concatenate(found) if found else np.zeros(0) for name, found in values.items()},
     )
-    return rows.chosen(np.lexsort((joined["optimizer_attempt"], joined["optimizer"], rank, attempt)))
 
 
 class _Presence:
@@ -207,8 +231,17 @@ class _Presence:
         start = int(self._starts[place])
         return self._rank[start : start + int(self.counts[place])].tolist()
 
+    def beside(self, attempt: int, ranks: _Integers) -> tuple[int, ...]:
+        """Returns the ranks with a row of an attempt that are not among some of them."""
+        there = self.ranks(attempt)
+        if len(there) == len(ranks):
+            return ()
+        return tuple(sorted(set(there) - set(ranks.tolist())))
+
     def without(self, attempt: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         there = set(self.ranks(attempt))
+        if len(there) == len(ranks):
+            return ()
         return tuple(rank for rank in ranks if rank not in there)
 
 
@@ -283,7 +316,7 @@ def _compare(
                 optimizer_step=None if is_whole else int(ordinal[start]),
                 column=name,
                 split=split_of(held[start:end], ranks[start:end]),
-                ranks_without_value=tuple(sorted(set(presence.ranks(one)) - set(ranks[start:end].tolist()))),
+                ranks_without_value=presence.beside(one, ranks[start:end]),
             )
         )
 

@@ -38,6 +38,11 @@ class RankTask:
     generations: Mapping[str, int]
     reads_all_columns: bool = False
 
+    @property
+    def read_ranks(self) -> tuple[int, ...]:
+        """The rank, as the only one."""
+        return (self.rank,)
+
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:

@@ -25,6 +25,7 @@ __all__ = [
     "Expected",
     "PartInfo",
     "inspect_file",
+    "inspect_footer",
     "inspect_part",
 ]
 
@@ -117,6 +118,16 @@ def inspect_file(file: BinaryIO, expected: Expected) -> PartInfo:
         UnusableFileError: The part is to be left out; its reason says why.
         OSError: It could not be read.
     """
+    return inspect_footer(file, expected)[0]
+
+
+def inspect_footer(file: BinaryIO, expected: Expected) -> tuple[PartInfo, pq.FileMetaData]:
+    """Reads and checks the footer of an open file, and returns it too: parsing it again costs as much.
+
+    Raises:
+        UnusableFileError: The part is to be left out; its reason says why.
+        OSError: It could not be read.
+    """
     size_bytes = file.seek(0, os.SEEK_END)
     metadata = _read_metadata(file, size_bytes)
     own = schema.parse_metadata(metadata.metadata)
@@ -129,7 +140,7 @@ def inspect_file(file: BinaryIO, expected: Expected) -> PartInfo:
                 "too_large", f"row group {index} has {group.num_rows} rows, {group.total_byte_size} bytes"
             )
     ranges = _sample_id_ranges(groups, expected.table)
-    return PartInfo(
+    info = PartInfo(
         table=expected.table,
         generation=_number(own, "generation"),
         rank=_number(own, "rank"),
@@ -141,6 +152,7 @@ def inspect_file(file: BinaryIO, expected: Expected) -> PartInfo:
         last_sample_ids=tuple(last for _, last in ranges),
         size_bytes=size_bytes,
     )
+    return info, metadata
 
 
 def _read_metadata(file: BinaryIO, size_bytes: int) -> pq.FileMetaData:
@@ -204,6 +216,8 @@ def _check_schema(metadata: pq.FileMetaData, table: str) -> None:
         found = metadata.schema.to_arrow_schema()
     except (pa.ArrowException, ValueError) as error:
         raise UnusableFileError("schema_mismatch", error) from None
+    if found.names == declared.names and found.types == declared.types:
+        return
     for has, wants in zip(found, declared, strict=True):
         if has.name != wants.name or has.type != wants.type:
             raise UnusableFileError(

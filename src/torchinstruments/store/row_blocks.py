@@ -1,5 +1,6 @@
 """Rows of ``history`` as NumPy arrays, the form in which summaries take them."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,14 +29,18 @@ SUMMARISED_COLUMNS = ("sample_id", "timestamp", "value", "loss_scale", "unavaila
 class RowBlock:
     """Rows of ``history`` of one rank, in the order of their part.
 
+    Rows may be known to be a grid: `num_samples` samples one after the other, in ascending order, each with
+    the same series in the same order and no series twice.
+
     Attributes:
-        series: Series number, shape ``[rows]``.
+        series: Series number, shape ``[rows]``; of a grid that of each column, ``[rows / num_samples]``.
         sample_id: Sample, shape ``[rows]``.
         timestamp_us: Microseconds since the epoch, UTC, shape ``[rows]``.
         value: NaN where the value is missing, shape ``[rows]``.
         loss_scale: NaN where it is not known, shape ``[rows]``.
         reason: Text column ``unavailable_reason``.
         latest: `LATEST_COLUMNS` to their text columns.
+        num_samples: Samples of a grid; 0 where the rows are not known to be one.
     """
 
     series: npt.NDArray[np.int64]
@@ -45,14 +50,22 @@ class RowBlock:
     loss_scale: npt.NDArray[np.float64]
     reason: pa.Array
     latest: Mapping[str, pa.Array]
+    num_samples: int = 0
+
+    def ungridded(self) -> "RowBlock":
+        """Returns the same rows with the series of each."""
+        if self.num_samples == 0:
+            return self
+        return dataclasses.replace(self, series=np.tile(self.series, self.num_samples), num_samples=0)
 
 
-def row_block(batch: pa.RecordBatch, series: npt.NDArray[np.int64]) -> RowBlock:
+def row_block(batch: pa.RecordBatch, series: npt.NDArray[np.int64], *, num_samples: int = 0) -> RowBlock:
     """Returns the rows of a batch.
 
     Args:
         batch: Rows of ``history`` with at least `SUMMARISED_COLUMNS`.
-        series: Series number of each row.
+        series: Series number of each row; of each column of a grid.
+        num_samples: Samples of a grid; 0 where the rows are not known to be one.
     """
     return RowBlock(
         series=series,
@@ -62,6 +75,7 @@ def row_block(batch: pa.RecordBatch, series: npt.NDArray[np.int64]) -> RowBlock:
         loss_scale=_finite_or_nan(batch, "loss_scale"),
         reason=batch.column("unavailable_reason"),
         latest={name: batch.column(name) for name in LATEST_COLUMNS},
+        num_samples=num_samples,
     )
 
 
@@ -85,4 +99,5 @@ def floats(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.float64]:
 
 def _finite_or_nan(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.float64]:
     values = floats(batch, name)
-    return np.where(np.isfinite(values), values, np.nan)
+    infinite = np.isinf(values)
+    return np.where(infinite, np.nan, values) if bool(infinite.any()) else values

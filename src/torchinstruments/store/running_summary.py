@@ -67,7 +67,7 @@ class RunningSummary:
 
     def finish(self) -> SeriesSummaries:
         """Returns the summaries so far, sorted by key."""
-        return self._builder.finish(self._index.keys)
+        return self._builder.finish(self._index)
 
     def _count_left_out(self, batch: pa.RecordBatch, left_out: npt.NDArray[np.bool_]) -> None:
         positions, layers = texts_of(batch.column("layer"))

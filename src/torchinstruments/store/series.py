@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-__all__ = ["SeriesIndex", "SeriesKey", "TooManySeriesError", "texts_of"]
+__all__ = ["SeriesIndex", "SeriesKey", "TooManySeriesError", "codes_of", "texts_of"]
 
 _TEXT_COLUMNS = ("layer", "signal", "stage", "tensor_path", "metric")
 _WORD_BITS = 63
@@ -43,6 +43,13 @@ def texts_of(column: pa.Array) -> tuple[npt.NDArray[np.int64], list[str]]:
     return positions, [str(text) for text in encoded.dictionary.to_pylist()]
 
 
+def codes_of(column: pa.Array) -> tuple[npt.NDArray[np.integer], list[str]]:
+    """Returns what `texts_of` does, with positions as narrow as they are in the file's own dictionary."""
+    if not pa.types.is_dictionary(column.type):
+        return texts_of(column)
+    return column.indices.to_numpy(zero_copy_only=False), [str(one) for one in column.dictionary.to_pylist()]
+
+
 class SeriesIndex:
     """Numbers the series of one rank in order of first sight.
 
@@ -61,10 +68,34 @@ class SeriesIndex:
         # Words in ascending order, and the series number of each; anew whenever the packing widens.
         self._words: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._word_numbers: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._by_key: tuple[tuple[SeriesKey, ...], npt.NDArray[np.int64]] = ((), np.empty(0, np.int64))
 
     def __len__(self) -> int:
         """Returns how many series were seen."""
         return len(self.keys)
+
+    def copy(self) -> "SeriesIndex":
+        """Returns an index of the same series that goes its own way from now on."""
+        other = SeriesIndex(self._max_series)
+        other.keys = list(self.keys)
+        other._texts = {name: dict(numbers) for name, numbers in self._texts.items()}
+        other._widths = self._widths
+        other._words, other._word_numbers, other._by_key = self._words, self._word_numbers, self._by_key
+        return other
+
+    def by_key(self) -> tuple[tuple[SeriesKey, ...], npt.NDArray[np.int64]]:
+        """Returns the keys of all series in ascending order, and the number of each."""
+        if len(self._by_key[0]) != len(self.keys):
+            columns: list[npt.NDArray[np.int64]] = []
+            rest = self._words
+            for name, width in zip(reversed(SeriesKey._fields), reversed(self._widths), strict=True):
+                part, rest = rest & ((1 << width) - 1), rest >> width
+                texts = self._texts.get(name)
+                columns.append(part if texts is None else _places(list(texts))[part])
+            # The last column of a lexsort counts most.
+            order = self._word_numbers[np.lexsort(columns)]
+            self._by_key = (tuple(map(self.keys.__getitem__, order.tolist())), order)
+        return self._by_key
 
     def number(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
         """Returns the series number of each row, shape ``[rows]``; -1 where its series is beyond the bound.
@@ -172,3 +203,10 @@ class SeriesIndex:
             return np.zeros(len(distinct), np.bool_), np.zeros(len(distinct), np.int64)
         places = np.minimum(np.searchsorted(self._words, distinct), len(self._words) - 1)
         return self._words[places] == distinct, places
+
+
+def _places(texts: list[str]) -> npt.NDArray[np.int64]:
+    """Returns the place of each text among all, sorted."""
+    places = np.empty(len(texts), np.int64)
+    places[sorted(range(len(texts)), key=texts.__getitem__)] = np.arange(len(texts))
+    return places

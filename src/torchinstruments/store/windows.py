@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Segments", "Windows", "WindowRing"]
+from torchinstruments.store.row_blocks import RowBlock
 
-_FIRST_CAPACITY = 8
+__all__ = ["Grid", "Segments", "Windows", "WindowRing"]
+
+_FIRST_CAPACITY = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,39 @@ class Segments:
 
 
 @dataclass(frozen=True, slots=True)
+class Grid:
+    """Rows as a matrix: samples in ascending order, each with the same series, none of them twice.
+
+    Attributes:
+        series: Series number of each column, shape ``[series]``.
+        at: The same, as a slice where they follow each other.
+        sample_id: Sample of each row, shape ``[samples]``, strictly ascending.
+        value: Shape ``[samples, series]``, NaN where it is missing.
+        timestamp_us: Microseconds since the epoch, UTC, shape ``[samples, series]``.
+    """
+
+    series: npt.NDArray[np.int64]
+    at: npt.NDArray[np.int64] | slice
+    sample_id: npt.NDArray[np.int64]
+    value: npt.NDArray[np.float64]
+    timestamp_us: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, block: RowBlock) -> "Grid":
+        """Returns the rows of a block that is a grid."""
+        series, shape = block.series, (block.num_samples, len(block.series))
+        first = int(series[0])
+        is_run = bool((series == np.arange(first, first + len(series))).all())
+        return cls(
+            series=series,
+            at=slice(first, first + len(series)) if is_run else series,
+            sample_id=block.sample_id[:: len(series)],
+            value=block.value.reshape(shape),
+            timestamp_us=block.timestamp_us.reshape(shape),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Windows:
     """One of the two windows, of every series; each array has shape ``[series]``.
 
@@ -50,7 +85,7 @@ class Windows:
 
 
 class WindowRing:
-    """The last ``2 * window`` rows of every series by (sample_id, arrival).
+    """The last ``2 * window`` rows of every series by (sample_id, arrival); one column a series.
 
     Memory: ``16 * series * min(2 * window, longest series)`` bytes, at most twice that while growing.
 
@@ -79,6 +114,31 @@ class WindowRing:
         else:
             self._append(rows, np.ones(len(rows.series), np.bool_), series, rows.lengths)
 
+    def has_none_after(self, grid: Grid) -> bool:
+        """Whether no row that was taken is of a later sample than the first of a grid, series by series."""
+        known = grid.series[grid.series < len(self._count)]
+        return not bool(((self._count[known] > 0) & (self._last_id[known] > grid.sample_id[0])).any())
+
+    def add_grid(self, grid: Grid) -> None:
+        """Takes a grid of which `has_none_after` is true."""
+        at, rows = grid.at, len(grid.sample_id)
+        self._reserve(int(grid.series.max()) + 1, grid.series, np.full(len(grid.series), rows))
+        count = self._count[at]
+        first = int(count[0])
+        # Column by column they stand at one place as long as each sample had all of them.
+        is_even = isinstance(at, slice) and bool((count == first).all())
+        for row in range(max(0, rows - self._places), rows):
+            if is_even:
+                place = (first + row) % self._places
+                self._ids[place, at] = grid.sample_id[row]
+                self._values[place, at] = grid.value[row]
+            else:
+                places = (count + row) % self._places
+                self._ids[places, grid.series] = grid.sample_id[row]
+                self._values[places, grid.series] = grid.value[row]
+        self._count[at] += rows
+        self._last_id[at] = grid.sample_id[-1]
+
     def recent(self, num_series: int) -> Windows:
         """Returns the window of the last rows of each series."""
         return self._summarise(num_series, self._window)
@@ -99,8 +159,8 @@ class WindowRing:
         kept = chosen & (from_end <= self._places)
         who = rows.series[kept]
         places = (self._count[who] + within[kept]) % self._places
-        self._ids[who, places] = rows.sample_id[kept]
-        self._values[who, places] = rows.value[kept]
+        self._ids[places, who] = rows.sample_id[kept]
+        self._values[places, who] = rows.value[kept]
         self._count[series] += lengths
         # The last row of a segment has its largest sample.
         ends = (rows.starts + rows.lengths - 1)[chosen[rows.starts]]
@@ -118,8 +178,8 @@ class WindowRing:
         within = np.arange(len(who)) - np.repeat(np.cumsum(held) - held, held)
         places = (np.repeat(self._count[series] - held, held) + within) % self._places
         all_series = np.concatenate([who, rows.series[chosen]])
-        all_ids = np.concatenate([self._ids[who, places], rows.sample_id[chosen]])
-        all_values = np.concatenate([self._values[who, places], rows.value[chosen]])
+        all_ids = np.concatenate([self._ids[places, who], rows.sample_id[chosen]])
+        all_values = np.concatenate([self._values[places, who], rows.value[chosen]])
         order = np.lexsort((all_ids, all_series))  # stable: what was held comes first among equals
         totals = held + lengths
         from_end = np.repeat(np.cumsum(totals), totals) - np.arange(len(order))
@@ -127,34 +187,35 @@ class WindowRing:
         self._count[series] += lengths
         after = self._count[all_series[kept]]
         places = (after - from_end[from_end <= self._places]) % self._places
-        self._ids[all_series[kept], places] = all_ids[kept]
-        self._values[all_series[kept], places] = all_values[kept]
+        self._ids[places, all_series[kept]] = all_ids[kept]
+        self._values[places, all_series[kept]] = all_values[kept]
         self._last_id[series] = np.maximum(self._last_id[series], all_ids[order[np.cumsum(totals) - 1]])
 
     def _reserve(
         self, num_series: int, series: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
     ) -> None:
-        rows, places = self._ids.shape
-        if num_series > rows:
-            rows = max(num_series, 2 * rows)
-        longest = min(self._places, int((self._extended(self._count, rows)[series] + lengths).max()))
+        places, columns = self._ids.shape
+        if num_series > columns:
+            columns = max(num_series, 2 * columns)
+        longest = min(self._places, int((self._extended(self._count, columns)[series] + lengths).max()))
         if longest > places:
             places = min(self._places, max(longest, 2 * places, _FIRST_CAPACITY))
-        if (rows, places) == self._ids.shape:
+        if (places, columns) == self._ids.shape:
             return
         # While a ring is shorter than it may become, no series has wrapped, so growing keeps every place.
-        ids = np.zeros((rows, places), np.int64)
-        values = np.full((rows, places), np.nan)
-        old_rows, old_places = self._ids.shape
-        ids[:old_rows, :old_places] = self._ids
-        values[:old_rows, :old_places] = self._values
+        # Of a place without a row nothing is ever read.
+        ids = np.empty((places, columns), np.int64)
+        values = np.empty((places, columns), np.float64)
+        old_places, old_columns = self._ids.shape
+        ids[:old_places, :old_columns] = self._ids
+        values[:old_places, :old_columns] = self._values
         self._ids, self._values = ids, values
-        self._count = self._extended(self._count, rows)
-        self._last_id = self._extended(self._last_id, rows)
+        self._count = self._extended(self._count, columns)
+        self._last_id = self._extended(self._last_id, columns)
 
     @staticmethod
-    def _extended(array: npt.NDArray[np.int64], rows: int) -> npt.NDArray[np.int64]:
-        return np.concatenate([array, np.zeros(rows - len(array), np.int64)])
+    def _extended(array: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
+        return np.concatenate([array, np.zeros(size - len(array), np.int64)])
 
     def _summarise(self, num_series: int, back: int) -> Windows:
         observations = np.zeros(num_series, np.int64)
@@ -162,10 +223,22 @@ class WindowRing:
         total = np.zeros(num_series, np.float64)
         # Place by place, so that the order of every sum is the order of the samples on any machine.
         with np.errstate(over="ignore", invalid="ignore"):
+            count = self._count[:num_series]
+            longest = int(count.max(initial=0))
+            is_even = bool((count == longest).all())
             for offset in self._offsets(num_series, back):
-                there, value = self._place(num_series, back - offset)
+                if is_even:
+                    value = self._values[(longest - back + offset) % self._places, :num_series]
+                    observations += 1
+                    if not bool(np.isnan(value).any()):
+                        valid += 1
+                        total += value
+                        continue
+                    there = np.ones(num_series, np.bool_)
+                else:
+                    there, value = self._place(num_series, back - offset)
+                    observations += there
                 has_value = there & ~np.isnan(value)
-                observations += there
                 valid += has_value
                 total += np.where(has_value, value, 0.0)
             mean = np.where(valid > 0, total / np.maximum(valid, 1), np.nan)
@@ -194,4 +267,4 @@ class WindowRing:
         position = self._count[:num_series] - back
         there = position >= 0
         slots = np.where(there, position % self._places, 0)
-        return there, self._values[np.arange(num_series), slots]
+        return there, self._values[slots, np.arange(num_series)]

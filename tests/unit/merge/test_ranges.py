@@ -92,7 +92,10 @@ def test_only_what_differs_is_read_again(monkeypatch: pytest.MonkeyPatch) -> Non
     assert fold.blocks()[0] == [Block(0, 8, 11), Block(0, 12, 15), Block(0, 28, 31)]
     monkeypatch.setattr(ranges, "MAX_BLOCK_ROWS", 4)
     assert fold.blocks()[0][:2] == [Block(0, 8, 9), Block(0, 10, 11)]
-    tasks = list(fold.tasks([Block(0, 8, 9), Block(0, 100, 110)], "run", ()))
+    monkeypatch.setattr(ranges, "MAX_TASK_BLOCKS", 2)
+    blocks = [Block(0, 8, 9), Block(0, 12, 12), Block(0, 100, 110)]
+    tasks = list(fold.tasks(blocks, "run", ()))
+    assert [task.blocks for task in tasks] == [tuple(blocks[:2]), tuple(blocks[2:])]
     assert [[rank for rank, _ in task.parts] for task in tasks] == [[3, 5], []]
     assert tasks[0].ranks == (3, 5)
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchinstruments.store.row_blocks import RowBlock
+from torchinstruments.store.series import SeriesIndex
 from torchinstruments.store.summaries import SummaryBuilder
 from torchinstruments.store.windows import Segments, WindowRing
 
@@ -81,4 +82,4 @@ def test_an_empty_block_changes_nothing() -> None:
     builder = SummaryBuilder(3)
     none = np.zeros(0, np.int64)
     builder.add(RowBlock(none, none, none, np.zeros(0), np.zeros(0), pa.array([], pa.string()), {}))
-    assert len(builder.finish([])) == 0
+    assert len(builder.finish(SeriesIndex())) == 0

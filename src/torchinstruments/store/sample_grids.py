@@ -1,0 +1,191 @@
+"""Rows of samples that all have the same layout, found and numbered as one matrix.
+
+Nearly always each sample of a part has the same series in the same order. Such rows are a matrix of samples
+and series: its series are numbered once for the first sample, and all that a summary needs of it are
+reductions down its columns. What has no such shape is numbered row by row, with the same result.
+"""
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from torchinstruments.store.row_blocks import RowBlock, integers, row_block
+from torchinstruments.store.schema import KEY_COLUMNS
+from torchinstruments.store.series import SeriesIndex
+
+__all__ = ["NumberedRows", "SharedLayouts"]
+
+_MAX_STRETCHES = 8
+_MAX_REMEMBERED = 4
+_MAX_SHARED_SERIES = 131_072
+
+_Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The key columns of some rows: positions in a dictionary of texts, or numbers."""
+
+    columns: tuple[npt.NDArray[np.generic], ...]
+    dictionaries: tuple[pa.Array | None, ...]
+
+    def is_same(self, other: "_Layout") -> bool:
+        """Whether both have the same keys in the same order, by the same dictionaries."""
+        if len(self.columns[0]) != len(other.columns[0]):
+            return False
+        for mine, its in zip(self.dictionaries, other.dictionaries, strict=True):
+            if mine is not its and (mine is None or its is None or not mine.equals(its)):
+                return False
+        return all(np.array_equal(mine, its) for mine, its in zip(self.columns, other.columns, strict=True))
+
+    def part(self, start: int, stop: int) -> "_Layout":
+        """Returns some rows; nothing is copied."""
+        return _Layout(tuple(one[start:stop] for one in self.columns), self.dictionaries)
+
+    def copied(self) -> "_Layout":
+        """Returns the same, without the memory of the rows that it was cut from."""
+        return _Layout(tuple(one.copy() for one in self.columns), self.dictionaries)
+
+    def repeats(self, start: int, stop: int, length: int) -> bool:
+        """Whether each so many rows of a stretch are the same as its first ones."""
+        return all(
+            # Equal to what stands one sample before, all along; a dictionary of one text has one value.
+            (dictionary is not None and len(dictionary) == 1)
+            or np.array_equal(one[start + length : stop], one[start : stop - length])
+            for one, dictionary in zip(self.columns, self.dictionaries, strict=True)
+        )
+
+
+class SharedLayouts:
+    """Numbered series by the first layout of a rank, for other ranks that begin with the same one (worker).
+
+    Ranks of one run measure the same layers, so that most of them number the same keys. Bounded, and safe to
+    use from several threads. What is taken from here is what a rank would have made by itself.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[int, tuple[_Layout, SeriesIndex, _Integers]] = OrderedDict()
+        self._next = 0
+
+    def find(self, layout: _Layout) -> tuple[SeriesIndex, _Integers] | None:
+        """Returns an index of its own for a rank that begins with this layout, and the numbers of its rows.
+
+        Returns:
+            None where no rank did so far.
+        """
+        with self._lock:
+            known = list(self._known.items())
+        for number, (other, index, numbers) in reversed(known):
+            if layout.is_same(other):
+                with self._lock:
+                    if number in self._known:
+                        self._known.move_to_end(number)
+                return index.copy(), numbers
+        return None
+
+    def add(self, layout: _Layout, index: SeriesIndex, numbers: _Integers) -> None:
+        """Keeps what the first layout of a rank made of an empty index, and the numbers of its rows."""
+        index.by_key()
+        own = index.copy()
+        with self._lock:
+            self._known[self._next] = (layout, own, numbers)
+            self._next += 1
+            while self._known and sum(len(one) for _, one, _ in self._known.values()) > _MAX_SHARED_SERIES:
+                self._known.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forgets all."""
+        with self._lock:
+            self._known.clear()
+
+
+class NumberedRows:
+    """Numbers the series of one rank and cuts its rows into blocks (worker).
+
+    Args:
+        shared: What other ranks numbered.
+
+    Attributes:
+        index: The series so far.
+    """
+
+    def __init__(self, shared: SharedLayouts) -> None:
+        self.index = SeriesIndex()
+        self._shared = shared
+        # Series of the last layouts; None where a sample has several rows of one series.
+        self._remembered: deque[tuple[_Layout, _Integers | None]] = deque(maxlen=_MAX_REMEMBERED)
+
+    def blocks(self, batch: pa.RecordBatch) -> Iterator[RowBlock]:
+        """Yields the rows of a batch of ``history``, in their order.
+
+        Raises:
+            TooManySeriesError: As `SeriesIndex.number`.
+        """
+        keys = _key_columns(batch)
+        for start, rows, num_samples in _stretches(integers(batch, "sample_id"), keys):
+            part = batch if rows == batch.num_rows else batch.slice(start, rows)
+            numbers = None
+            if num_samples:
+                length = rows // num_samples
+                numbers = self._numbers(keys.part(start, start + length), part.slice(0, length))
+            if numbers is None:
+                yield row_block(part, self.index.number(part))
+            else:
+                yield row_block(part, numbers, num_samples=num_samples)
+
+    def _numbers(self, layout: _Layout, sample: pa.RecordBatch) -> _Integers | None:
+        """Returns the series of a sample; None where it has several rows of one."""
+        for other, numbers in self._remembered:
+            if layout.is_same(other):
+                return numbers
+        layout = layout.copied()
+        is_first = len(self.index) == 0
+        known = self._shared.find(layout) if is_first else None
+        if known is not None:
+            self.index, found = known
+        else:
+            found = self.index.number(sample)
+        if is_first and known is None:
+            self._shared.add(layout, self.index, found)
+        distinct = found if int(np.bincount(found).max()) == 1 else None
+        self._remembered.append((layout, distinct))
+        return distinct
+
+
+def _key_columns(batch: pa.RecordBatch) -> _Layout:
+    """Returns the key columns of a batch; nothing is copied."""
+    columns: list[npt.NDArray[np.generic]] = []
+    dictionaries: list[pa.Array | None] = []
+    for name in KEY_COLUMNS:
+        column, dictionary = batch.column(name), None
+        if name != "call_index":
+            encoded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
+            column, dictionary = encoded.indices, encoded.dictionary
+        columns.append(column.to_numpy(zero_copy_only=False))
+        dictionaries.append(dictionary)
+    return _Layout(tuple(columns), tuple(dictionaries))
+
+
+def _stretches(ids: _Integers, keys: _Layout) -> Iterator[tuple[int, int, int]]:
+    """Yields first row, rows, and samples of equal layout; no sample where the rows are no matrix."""
+    if len(ids) == 0:
+        return
+    starts = np.append(0, np.flatnonzero(ids[1:] != ids[:-1]) + 1)
+    lengths = np.diff(np.append(starts, len(ids)))
+    # Samples of one length in a row, as between two evaluations.
+    cuts = np.append(0, np.flatnonzero(lengths[1:] != lengths[:-1]) + 1)
+    if len(cuts) > _MAX_STRETCHES:
+        yield 0, len(ids), 0
+        return
+    for cut, end in zip(cuts.tolist(), [*cuts[1:].tolist(), len(starts)], strict=True):
+        start, length, samples = int(starts[cut]), int(lengths[cut]), end - cut
+        stop = start + length * samples
+        of_samples = ids[start:stop:length]
+        is_grid = bool((of_samples[1:] > of_samples[:-1]).all()) and keys.repeats(start, stop, length)
+        yield start, stop - start, samples if is_grid else 0
