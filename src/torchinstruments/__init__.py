@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING
 from torchinstruments._version import __version__
 
 if TYPE_CHECKING:
-    from torchinstruments import merge, records, store, testing
+    from torchinstruments import checks, merge, records, store, testing
     from torchinstruments.api import has_observer, inject_observer, remove_observer
     from torchinstruments.config import ErrorPolicy, HistoryConfig, RankPolicy
     from torchinstruments.errors import (
+        CheckLifecycleError,
+        CheckViolationError,
         ConfigurationError,
         ObserverAlreadyAttachedError,
         RunFormatError,
@@ -101,6 +103,8 @@ _HOMES = {
     "MetricLogger": "sinks.metric_logger",
     "SnapshotSink": "sinks.snapshots",
     "CompositeSink": "sinks.composite",
+    "CheckLifecycleError": "errors",
+    "CheckViolationError": "errors",
     "TorchInstrumentsError": "errors",
     "ConfigurationError": "errors",
     "ObserverAlreadyAttachedError": "errors",
@@ -110,7 +114,7 @@ _HOMES = {
     "StorageUnreachableError": "errors",
     "RunFormatError": "errors",
 }
-_MODULES = ("records", "merge", "store", "testing")
+_MODULES = ("records", "checks", "merge", "store", "testing")
 
 __all__ = [
     "inject_observer",
@@ -150,6 +154,8 @@ __all__ = [
     "MetricLogger",
     "SnapshotSink",
     "CompositeSink",
+    "CheckLifecycleError",
+    "CheckViolationError",
     "TorchInstrumentsError",
     "ConfigurationError",
     "ObserverAlreadyAttachedError",
@@ -159,6 +165,7 @@ __all__ = [
     "StorageUnreachableError",
     "RunFormatError",
     "records",
+    "checks",
     "merge",
     "store",
     "testing",

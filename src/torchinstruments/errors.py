@@ -10,11 +10,18 @@
     |   +-- StorageNotFoundError                the bucket or parent folder does not exist
     |   +-- StorageUnreachableError             no answer in time, or an answer that may pass
     +-- RunFormatError (ValueError)             what lies there is not a run that this version reads
+    +-- CheckLifecycleError (RuntimeError)      a session of checks that is attached twice
+    +-- CheckViolationError (RuntimeError)      a check that was asked to raise found something
 
 A message is one sentence: the value, what is allowed, and the way out.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 __all__ = [
+    "CheckLifecycleError",
+    "CheckViolationError",
     "ConfigurationError",
     "ObserverAlreadyAttachedError",
     "RunFormatError",
@@ -56,3 +63,19 @@ class StorageUnreachableError(StorageError):
 
 class RunFormatError(TorchInstrumentsError, ValueError):
     """What lies at a URL is not a run, or one of a schema version that this release does not read."""
+
+
+class CheckLifecycleError(TorchInstrumentsError, RuntimeError):
+    """A session of checks was attached while it is attached, or changed when that is too late."""
+
+
+class CheckViolationError(TorchInstrumentsError, RuntimeError):
+    """A check that was asked to raise found something.
+
+    Attributes:
+        fields: ``code``, ``finding``, ``names``, ``attempt``, ``accepted_step``, ``remedy`` and ``report``,
+            as plain values.
+    """
+
+    fields: Mapping[str, object] = MappingProxyType({})
+    """What was found, as plain values; ``code`` is stable."""

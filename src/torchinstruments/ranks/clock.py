@@ -122,6 +122,23 @@ class StepClock:
         return self._in_boundary
 
     @property
+    def attempt(self) -> int | None:
+        """The attempt that is open; None where none is."""
+        return None if self._window is None else self._window.attempt
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The micro-batch that began last in the open attempt; None where none has."""
+        return (
+            None if self._window is None or not self._window.micro_batches else self._window.micro_batches - 1
+        )
+
+    @property
+    def global_step(self) -> int | None:
+        """The caller's number of the open attempt."""
+        return None if self._window is None else self._window.global_step
+
+    @property
     def step_provenance(self) -> StepProvenance:
         """How an attempt is known at this moment."""
         window = self._window

@@ -1,0 +1,218 @@
+"""What a check is to its session, and what it is shown.
+
+A session visits four sites. At each a check queues its device work and returns a judge; all numbers of a
+visit are fetched together, and then every judge runs:
+
+1. ``backward_ended`` (autograd thread): what one backward added, before clipping and unscaling, on attempts
+   that the loss scaler skips too. Its judges wait until the attempt's step, or until the scaler skips it.
+2. ``before_write`` (training thread): as the optimizer finds them, before it writes; the last moment at which
+   a raise leaves the weights as they were. With a closure, after each evaluation.
+3. ``after_write`` (training thread): after a step that was applied.
+4. ``attempt_closed`` (training thread): the ledger's record of an attempt, some attempts later.
+
+Whatever raises in a check becomes an unavailable entry. A check never raises a finding by itself: it hands it
+over, and the session raises when everything of the visit is in the report.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import torch
+from torch.optim import Optimizer
+
+from torchinstruments.checks.findings import Finding, GradientStage, Moment
+from torchinstruments.checks.inventory import Inventory
+from torchinstruments.checks.measures import measurable, norms
+from torchinstruments.checks.reading import Column, Reading
+from torchinstruments.records import AttemptRecord, ScaleProvenance
+
+__all__ = ["BackwardLook", "Check", "Ground", "Judge", "Measured", "StepLook"]
+
+Judge: TypeAlias = Callable[[], None]
+"""Looks at numbers that were fetched, and hands over findings (training or autograd thread)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a check stands on, from `attached` on.
+
+    Attributes:
+        inventory: What the session watches.
+        emit: Takes a finding.
+        unavailable: Takes check, reason and names of what could not be looked at.
+        clip_norm: What the caller declared that gradients are clipped to.
+    """
+
+    inventory: Inventory
+    emit: Callable[[Finding], None]
+    unavailable: Callable[[str, str, tuple[str, ...]], None]
+    clip_norm: float | None = None
+
+
+class Check:
+    """Base of all checks: a site that a check does not override is never called for it.
+
+    Attributes:
+        name: As in reports.
+        has_run: Whether it has looked at anything.
+    """
+
+    name: str = ""
+
+    def __init__(self) -> None:
+        self.has_run = False
+
+    def attached(self, ground: Ground) -> None:
+        """Takes what it stands on, before any site (training thread, at attach)."""
+
+    def backward_ended(self, look: "BackwardLook") -> Judge | None:
+        """Takes the end of a backward (autograd thread, hot path)."""
+
+    def before_write(self, look: "StepLook") -> Judge | None:
+        """Takes gradients as the optimizer finds them (training thread, hot path)."""
+
+    def after_write(self, look: "StepLook") -> Judge | None:
+        """Takes parameters as an applied step left them (training thread, hot path)."""
+
+    def attempt_closed(self, record: AttemptRecord) -> None:
+        """Takes the record of an attempt, complete (training thread)."""
+
+    def finish(self) -> None:
+        """Says what was asked for and never came (training thread, at each report)."""
+
+    def snapshot_indices(self) -> frozenset[int]:
+        """Returns of which tensors it keeps copies, for the estimate of their bytes."""
+        return frozenset()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measured:
+    """One number for each of some tensors, and why others have none.
+
+    Attributes:
+        indices: Of the tensors, in the inventory.
+        tensors: As they were measured.
+        column: Their norms.
+        reasons: By index, for those that could not be measured.
+    """
+
+    indices: tuple[int, ...]
+    tensors: tuple[torch.Tensor, ...]
+    column: Column
+    reasons: Mapping[int, str]
+
+    @cached_property
+    def by_index(self) -> dict[int, float]:
+        """The norms by index, once they were fetched."""
+        return dict(zip(self.indices, self.column.values, strict=True))
+
+    @staticmethod
+    def of(tensors: Mapping[int, torch.Tensor], reading: Reading) -> "Measured":
+        """Queues the norms of tensors (hot path). Call it inside `isolated`."""
+        ready: dict[int, torch.Tensor] = {}
+        reasons: dict[int, str] = {}
+        for index, tensor in tensors.items():
+            found = measurable(tensor)
+            if isinstance(found, str):
+                reasons[index] = found
+            else:
+                ready[index] = found
+        column = reading.add(norms(tuple(ready.values())) if ready else ())
+        return Measured(tuple(ready), tuple(ready.values()), column, reasons)
+
+
+@dataclass(slots=True, eq=False)
+class BackwardLook:
+    """What a backward has added to, at its end.
+
+    Attributes:
+        moment: Where training stands.
+        fired: Positions of the parameters whose gradients came, each once.
+        gradients: What stands in them now, by position.
+        reading: Takes numbers.
+        stage: Before clipping, scaled or not.
+        scale_provenance: How the loss scale is known.
+        loss_scale: The scale; None where there is none or it is unknown.
+    """
+
+    moment: Moment
+    fired: tuple[int, ...]
+    gradients: Mapping[int, torch.Tensor]
+    reading: Reading
+    stage: GradientStage
+    scale_provenance: ScaleProvenance
+    loss_scale: Column | None
+    _norms: Measured | None = None
+
+    def norms(self) -> Measured:
+        """Queues the norms of the gradients, once for all checks (hot path)."""
+        if self._norms is None:
+            self._norms = Measured.of(self.gradients, self.reading)
+        return self._norms
+
+
+@dataclass(slots=True, eq=False)
+class StepLook:
+    """A step of one optimizer, before or after it writes.
+
+    Attributes:
+        optimizer: The optimizer.
+        moment: Where training stands.
+        positions: Group of each parameter that it steps, by the parameter's position.
+        reading: Takes numbers.
+        inventory: What the session watches.
+        scale_provenance: How the loss scale of the gradients is known.
+        loss_scale: The factor that is still in the gradients; None where it is unknown or there is none.
+        found_inf: What a scaler found that leaves skipping to the optimizer; None where none does.
+        evaluation: Which evaluation of a closure this is, from 0.
+    """
+
+    optimizer: Optimizer
+    moment: Moment
+    positions: Mapping[int, int]
+    reading: Reading
+    inventory: Inventory
+    scale_provenance: ScaleProvenance
+    loss_scale: Column | float | None
+    found_inf: Column | None = None
+    evaluation: int = 0
+    wanted: set[int] = field(default_factory=set)
+    snapshots: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """Parameters before the write, by position: those that a check had put into `wanted`."""
+    _gradients: dict[int, torch.Tensor] | None = None
+    _norms: Measured | None = None
+    _parameters: Measured | None = None
+
+    @property
+    def gradients(self) -> Mapping[int, torch.Tensor]:
+        """The gradients that are there, by position (hot path)."""
+        if self._gradients is None:
+            entries = self.inventory.entries
+            self._gradients = {
+                index: gradient
+                for index in self.positions
+                if (gradient := entries[index].tensor.grad) is not None
+            }
+        return self._gradients
+
+    def norms(self) -> Measured:
+        """Queues the norms of the gradients, once for all checks (hot path)."""
+        if self._norms is None:
+            self._norms = Measured.of(self.gradients, self.reading)
+        return self._norms
+
+    def group(self, index: int) -> Mapping[str, Any]:
+        """Returns the options of a parameter's own group."""
+        group: Mapping[str, Any] = self.optimizer.param_groups[self.positions[index]]
+        return group
+
+    def is_skipped(self) -> bool:
+        """Returns whether the optimizer skips the write by itself, once the numbers were fetched."""
+        return self.found_inf is not None and any(found != 0 for found in self.found_inf.values)
+
+    def tensors(self, indices: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Returns tensors of the inventory by position (hot path)."""
+        entries = self.inventory.entries
+        return {index: entries[index].tensor for index in indices}

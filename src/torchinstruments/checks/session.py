@@ -1,0 +1,494 @@
+"""One session of training checks: what a user holds.
+
+A session is silent and free until it is attached. Attached, it watches three sites: where gradients are added
+to, the moment before an optimizer writes, the moment after. Nothing of its own raises into training; a check
+that was asked to raise does, with the finding in the report first.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from numbers import Integral
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchinstruments import environment
+from torchinstruments.checks.accumulation import AccumulationSite
+from torchinstruments.checks.attempts import OwnAttempts
+from torchinstruments.checks.check import Check, Ground
+from torchinstruments.checks.findings import Finding, FindingStore
+from torchinstruments.checks.inventory import Inventory
+from torchinstruments.checks.overhead import hook_s, num_bytes, num_elements, scan_s
+from torchinstruments.checks.report import CheckReport, frozen
+from torchinstruments.checks.scale_ledger import ScaleLedger
+from torchinstruments.checks.stepping import StepSite
+from torchinstruments.checks.visitor import SiteVisitor
+from torchinstruments.config import UNSET, Unset
+from torchinstruments.errors import CheckLifecycleError, ConfigurationError
+from torchinstruments.ranks.loss_scale import DeclaredScale
+from torchinstruments.ranks.optimizers import unwrapped
+from torchinstruments.records import AttemptRecord, ClosedAttempt, Outcome, error_text
+from torchinstruments.warning_place import warn_user
+
+__all__ = ["ChecksSession"]
+
+_MAX_NUMBER = 2**63 - 1
+_MAX_LISTED = 20
+
+
+class ChecksSession:
+    """Watches the gradients, updates and parameters of one model while it trains.
+
+    Args:
+        model: As the training loop calls it, or a mapping from names to tensors.
+        optimizer: The one, or those, whose steps are looked at; None for every one that steps a parameter of
+            the model. A wrapper of an optimizer stands for the one inside.
+        scaler: What scales the loss: a gradient scaler, a number that the loop multiplies the loss with, or
+            None for nothing. Where it is not given, a gradient scaler is found by itself.
+        clip_norm: The ``max_norm`` that the loop clips gradients to, where it does.
+        accumulation_steps: Backwards that make one step, where no step may ever tell.
+
+    Raises:
+        ConfigurationError: An argument cannot work.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, torch.Tensor],
+        optimizer: object = None,
+        *,
+        scaler: DeclaredScale = UNSET,
+        clip_norm: float | None = None,
+        accumulation_steps: int | None = None,
+    ) -> None:
+        self._model = model
+        self._optimizers = _optimizers_of(optimizer)
+        self._scaler = scaler
+        self._clip_norm = clip_norm
+        self._accumulation_steps = accumulation_steps
+        self._inventory = Inventory(_checked_model(model))
+        self._holder = model if isinstance(model, nn.Module) else _holder_of(model)
+        self._checks: list[Check] = []
+        self._store = FindingStore()
+        self._ledger = ScaleLedger(self._take_record)
+        self._attempts: OwnAttempts | None = None
+        self._site: AccumulationSite | None = None
+        self._steps: StepSite | None = None
+        self._visitor: SiteVisitor | None = None
+        self._finalizer: weakref.finalize[..., ChecksSession] | None = None
+        self._last_visitor: SiteVisitor | None = None
+        self._final_report: CheckReport | None = None
+        self._is_enabled = True
+        self._is_disabled_by_environment = False
+        self._in_block = False
+        self._noticed: set[str] = set()
+        self._explicit: dict[str, int] = {"attempts": 0, "accepted": 0, "skipped": 0, "unknown": 0}
+        self._boundary: dict[str, object] = {"declared": 0, "mismatches": 0, "first_mismatch": None}
+
+    def attach(self) -> Self:
+        """Begins to watch: a hook for each parameter, two for all optimizers, two on the model.
+
+        Raises:
+            CheckLifecycleError: The session is attached.
+            ConfigurationError: A check names what the model does not have.
+        """
+        if self._visitor is not None:
+            raise CheckLifecycleError("this session is attached already; call detach() first")
+        if environment.is_disabled():
+            self._is_disabled_by_environment = True
+            return self
+        self._inventory = Inventory(self._model)
+        visitor = SiteVisitor(self._inventory, self._checks, self._store, self._violated, self._report_error)
+        ground = Ground(self._inventory, visitor.emit, self._store.add_unavailable, self._clip_norm)
+        for check in self._checks:
+            check.attached(ground)
+        relay = _SkipRelay(visitor)
+        attempts = OwnAttempts(
+            self._holder,
+            self._optimizers,
+            self._scaler,
+            listener=relay,
+            on_closed=_weakly(self, "_take_closed"),
+            on_error=_weakly(self, "_report_error"),
+            on_notice=_weakly(self, "_notice"),
+        )
+        site = AccumulationSite(visitor, lambda: attempts.clock.num_forwards, _weakly(self, "_report_error"))
+        steps = StepSite(visitor)
+        visitor.connect(attempts, site)
+        visitor.enabled = self._is_enabled
+        self._attempts, self._site, self._steps, self._visitor = attempts, site, steps, visitor
+        self._finalizer = weakref.finalize(self, _detach_all, attempts, site, steps)
+        self._finalizer.atexit = False
+        try:
+            attempts.attach()
+            # After those of the clock, which says whether a step is the outermost.
+            steps.attach()
+            for entry, error in site.attach(self._inventory.parameters):
+                self._store.add_unavailable(
+                    "session", f"takes_no_hook: {type(error).__name__}: {error_text(error)}", (entry.name,)
+                )
+        except BaseException:
+            self.detach()
+            raise
+        return self
+
+    def detach(self) -> None:
+        """Leaves no hook and no copy of a parameter. Idempotent."""
+        visitor = self._visitor
+        if visitor is None:
+            return
+        visitor.settle()
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        if self._attempts is not None and self._site is not None and self._steps is not None:
+            _detach_all(self._attempts, self._site, self._steps)
+        self._ledger.settle(final=True)
+        visitor.forget()
+        self._last_visitor, self._visitor = visitor, None
+
+    def __enter__(self) -> Self:
+        """Attaches, where it is not attached."""
+        if self._visitor is None:
+            self.attach()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Detaches, and keeps the report as `final_report`, after an exception too."""
+        self.detach()
+        self._final_report = self._make_report("scope_exit" if kind is None else "exception_exit")
+
+    @property
+    def final_report(self) -> CheckReport | None:
+        """The report of the last ``with`` block; None before one ended."""
+        return self._final_report
+
+    @property
+    def estimated_snapshot_bytes(self) -> int:
+        """Bytes of the copies that the registered checks keep: sizes alone, nothing is allocated or read."""
+        copied = frozenset[int]().union(*(check.snapshot_indices() for check in self._checks))
+        entries = self._inventory.entries
+        return sum(num_bytes(entries[index].tensor) for index in copied)
+
+    @contextlib.contextmanager
+    def step(self, global_step: int | None = None, micro_batches: int | None = None) -> Generator[None]:
+        """Makes one attempt of everything inside the ``with`` block, in place of what optimizers tell.
+
+        A block inside another one is ignored, and said once. A number that cannot be used is left out, and
+        said once.
+
+        Args:
+            global_step: The caller's number of this step, from 0; it stands in every finding.
+            micro_batches: How many forwards with gradients the caller means to run, from 1; it stands beside
+                the number that was seen.
+        """
+        attempts = self._attempts if self._visitor is not None else None
+        if attempts is None:
+            yield
+            return
+        step = self._number("global_step", global_step, 0)
+        declared = self._number("micro_batches", micro_batches, 1)
+        if not attempts.boundary_entered(step, declared):
+            self._notice("step", "a block of ChecksSession.step inside another one is ignored")
+            yield
+            return
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            self._take_block(attempts.boundary_left(failed=failed), declared, failed=failed)
+
+    @contextlib.contextmanager
+    def paused(self) -> Generator[None]:
+        """Looks at nothing inside the ``with`` block; attempts are counted all the same."""
+        before = self._is_enabled
+        self.disable()
+        try:
+            yield
+        finally:
+            if before:
+                self.enable()
+
+    def disable(self) -> None:
+        """Looks at nothing from here on; attempts are counted all the same."""
+        self._is_enabled = False
+        if self._visitor is not None:
+            self._visitor.enabled = False
+
+    def enable(self) -> None:
+        """Looks again."""
+        self._is_enabled = True
+        if self._visitor is not None:
+            self._visitor.enabled = True
+
+    def report(self) -> CheckReport:
+        """Returns what is known now; it reads what waits on devices."""
+        return self._make_report("on_demand")
+
+    def overhead(self) -> dict[str, object]:
+        """Returns what the session itself has added to training so far, as measured, and what a scan takes.
+
+        Returns:
+            ``seconds_by_site`` and ``visits_by_site`` on the host, ``num_host_reads``,
+            ``num_accumulation_hooks`` that were called and ``accumulation_hook_s`` that one takes here now,
+            ``scan_s`` for the norms of all parameters (the fastest of three), ``num_tensors``,
+            ``num_elements``, ``estimated_snapshot_bytes``.
+        """
+        visitor = self._visitor or self._last_visitor
+        entries = self._inventory.parameters
+        return {
+            "seconds_by_site": {} if visitor is None else dict(visitor.seconds),
+            "visits_by_site": {} if visitor is None else dict(visitor.num_visits),
+            "num_host_reads": 0 if visitor is None else visitor.reading.num_host_reads,
+            "num_accumulation_hooks": 0 if self._site is None else self._site.num_fires,
+            "accumulation_hook_s": hook_s(),
+            "scan_s": min(scan_s([entry.tensor for entry in entries]) for _ in range(3)),
+            "num_tensors": len(entries),
+            "num_elements": sum(num_elements(entry.tensor) for entry in entries),
+            "estimated_snapshot_bytes": self.estimated_snapshot_bytes,
+        }
+
+    def _register(self, check: Check) -> None:
+        """Takes a check that a registrar made.
+
+        Raises:
+            CheckLifecycleError: The session is attached.
+        """
+        if self._visitor is not None:
+            raise CheckLifecycleError(f"register {check.name} before the session is attached")
+        self._checks.append(check)
+
+    def _make_report(self, reason: str) -> CheckReport:
+        if self._visitor is not None:
+            self._visitor.settle()
+        self._ledger.settle()
+        for check in self._checks:
+            check.finish()
+        unavailable = list(self._store.unavailable())
+        visitor = self._visitor or self._last_visitor
+        num_fired = 0 if visitor is None else len(visitor.fire_counts)
+        store = FindingStore()
+        for check in self._checks:
+            if not check.has_run:
+                store.add_unavailable(check.name, self._why_never())
+        unavailable += store.unavailable()
+        parameters = self._inventory.parameters
+        site = self._site
+        return CheckReport(
+            findings=self._store.findings(),
+            checks_run=tuple(dict.fromkeys(check.name for check in self._checks if check.has_run)),
+            unavailable=tuple(unavailable),
+            disclosures=_frozen_map(self._disclosures()),
+            ledgers=_frozen_map(self._ledgers()),
+            coverage=_frozen_map(
+                {
+                    "watched_parameters": sum(entry.tensor.requires_grad for entry in parameters),
+                    "inventory_parameters": len(parameters),
+                    "parameters_that_fired": num_fired,
+                }
+            ),
+            counters=_frozen_map(
+                {
+                    "backwards": 0 if site is None else site.num_backwards,
+                    "accepted_steps": 0 if visitor is None else visitor.accepted_steps,
+                    "host_reads": 0 if visitor is None else visitor.reading.num_host_reads,
+                    **{f"explicit_{name}": number for name, number in self._explicit.items()},
+                    "findings": self._store.num_findings(),
+                    "truncated_findings": self._store.truncated(),
+                }
+            ),
+            finalized_reason=reason,
+        )
+
+    def _why_never(self) -> str:
+        if self._is_disabled_by_environment:
+            return f"never_ran: {environment.DISABLED} is set"
+        if self._site is None:
+            return "never_ran: the session was not attached"
+        return "never_ran: nothing came that it looks at"
+
+    def _ledgers(self) -> dict[str, object]:
+        return {"scale": self._ledger.snapshot()}
+
+    def _disclosures(self) -> dict[str, object]:
+        parameters = self._inventory.parameters
+        still = [entry.name for entry in parameters if not entry.tensor.requires_grad]
+        model = self._model
+        modules = list(model.named_modules()) if isinstance(model, nn.Module) else []
+        in_eval = [name for name, module in modules if not module.training]
+        return {
+            "membership": {
+                "num_parameters": len(parameters),
+                "num_requires_grad_false": len(still),
+                "requires_grad_false": still[:_MAX_LISTED],
+            },
+            "train_eval": {
+                "model_training": model.training if isinstance(model, nn.Module) else None,
+                "num_eval_mode_modules": len(in_eval),
+                "eval_mode_modules": in_eval[:_MAX_LISTED],
+            },
+            "optimizers": None
+            if self._optimizers is None
+            else [type(optimizer).__name__ for optimizer in self._optimizers],
+            "scaler_declared": "not given"
+            if isinstance(self._scaler, Unset)
+            else _shown_scaler(self._scaler),
+            "clip_norm_declared": self._clip_norm,
+            "accumulation_steps_declared": self._accumulation_steps,
+            "disabled_by_environment": self._is_disabled_by_environment,
+            "estimated_snapshot_bytes": self.estimated_snapshot_bytes,
+            "boundary_micro_batches": self._boundary,
+            "notices": sorted(self._noticed),
+        }
+
+    def _violated(self, finding: Finding) -> dict[str, object]:  # noqa: ARG002 - what is raised is in the report
+        """Returns the report that travels with a violation (training thread)."""
+        return self._make_report("violation").to_dict()
+
+    def _take_closed(self, closed: Sequence[ClosedAttempt]) -> None:
+        self._ledger.put(closed)
+
+    def _take_record(self, record: AttemptRecord) -> None:
+        for check in self._checks:
+            if type(check).attempt_closed is not Check.attempt_closed:
+                check.attempt_closed(record)
+
+    def _take_block(self, closed: Sequence[ClosedAttempt], declared: int | None, *, failed: bool) -> None:
+        self._explicit["attempts"] += 1
+        self._ledger.settle()
+        outcomes = {one.resolve().outcome for one in closed}
+        if outcomes == {Outcome.APPLIED}:
+            self._explicit["accepted"] += 1
+        elif Outcome.SKIPPED in outcomes:
+            self._explicit["skipped"] += 1
+        else:
+            self._explicit["unknown"] += 1
+        if declared is None or not closed:
+            return
+        seen = closed[0].record.micro_batches
+        self._boundary["declared"] = declared
+        if seen != declared and not failed:
+            self._boundary["mismatches"] = int(str(self._boundary["mismatches"])) + 1
+            if self._boundary["first_mismatch"] is None:
+                attempt = closed[0].record.attempt
+                self._boundary["first_mismatch"] = {"attempt": attempt, "declared": declared, "seen": seen}
+
+    def _number(self, name: str, value: object, lowest: int) -> int | None:
+        if value is None:
+            return None
+        is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+        if is_integer and lowest <= int(value) <= _MAX_NUMBER:
+            return int(value)
+        self._notice(
+            name,
+            f"step({name}=...) was given a {type(value).__name__} that is no integer from {lowest}; left out",
+        )
+        return None
+
+    def _notice(self, kind: str, sentence: str) -> None:
+        """Says something once (training thread)."""
+        if sentence in self._noticed:
+            return
+        self._noticed.add(sentence)
+        with contextlib.suppress(RuntimeWarning):  # a filter made it an exception; the report has it
+            warn_user(f"torchinstruments: {kind}: {sentence}")
+
+    def _report_error(self, probe: str, error: BaseException) -> None:
+        self._store.add_unavailable(
+            "session", f"internal_error: {probe}: {type(error).__name__}: {error_text(error)}"
+        )
+
+
+class _SkipRelay:
+    """Tells a visitor of skipped steps; what begins and ends is seen by hooks of its own, which may raise."""
+
+    def __init__(self, visitor: SiteVisitor) -> None:
+        self._visitor = weakref.ref(visitor)
+
+    def step_began(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """Takes nothing."""
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Takes nothing."""
+
+    def step_skipped(self, optimizer: Optimizer) -> None:  # noqa: ARG002 - whose it was is in the ledger
+        """Has what the backwards of a skipped attempt left judged (training thread, hot path)."""
+        visitor = self._visitor()
+        if visitor is not None:
+            visitor.step_skipped()
+
+
+class _weakly:  # noqa: N801 - reads as the adverb it is
+    """Calls a method of an object that it does not keep alive.
+
+    Args:
+        owner: The object.
+        name: Of its method.
+    """
+
+    __slots__ = ("_name", "_owner")
+
+    def __init__(self, owner: object, name: str) -> None:
+        self._owner = weakref.ref(owner)
+        self._name = name
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        """Calls it, where the object lives."""
+        owner = self._owner()
+        if owner is not None:
+            getattr(owner, self._name)(*args, **kwargs)
+
+
+def _detach_all(attempts: OwnAttempts, site: AccumulationSite, steps: StepSite) -> None:
+    steps.detach()
+    site.detach()
+    attempts.detach()
+
+
+def _checked_model(model: object) -> nn.Module | Mapping[str, torch.Tensor]:
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, Mapping) and all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
+        return model
+    raise ConfigurationError(
+        f"model={type(model).__name__} cannot be watched; give a torch.nn.Module, or a mapping from names to "
+        f"tensors"
+    )
+
+
+def _optimizers_of(optimizer: object) -> tuple[Optimizer, ...] | None:
+    if optimizer is None:
+        return None
+    given = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    found = [unwrapped(one) for one in given]
+    chosen = [one for one in found if one is not None]
+    if not found or len(chosen) < len(found):
+        raise ConfigurationError(
+            f"optimizer={optimizer!r} is no torch.optim.Optimizer; give one, or a list of them, or leave it "
+            f"out to watch every optimizer of the model"
+        )
+    return tuple(chosen)
+
+
+def _holder_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Returns a module that has the tensors of a mapping, to be asked whether an optimizer has one."""
+    holder = nn.Module()
+    for name, tensor in tensors.items():
+        holder._parameters[name] = tensor  # type: ignore[assignment]  # noqa: SLF001 - may be no Parameter
+    return holder
+
+
+def _shown_scaler(scaler: DeclaredScale) -> object:
+    return scaler if scaler is None or isinstance(scaler, float) else type(scaler).__name__
+
+
+def _frozen_map(values: Mapping[str, object]) -> Mapping[str, object]:
+    made = frozen(values)
+    assert isinstance(made, Mapping)
+    return made
