@@ -16,7 +16,6 @@ over, and the session raises when everything of the visit is in the report.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -87,7 +86,7 @@ class Check:
         return frozenset()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Measured:
     """One number for each of some tensors, and why others have none.
 
@@ -102,11 +101,14 @@ class Measured:
     tensors: tuple[torch.Tensor, ...]
     column: Column
     reasons: Mapping[int, str]
+    _by_index: dict[int, float] | None = None
 
-    @cached_property
+    @property
     def by_index(self) -> dict[int, float]:
         """The norms by index, once they were fetched."""
-        return dict(zip(self.indices, self.column.values, strict=True))
+        if self._by_index is None:
+            self._by_index = dict(zip(self.indices, self.column.values, strict=True))
+        return self._by_index
 
     @staticmethod
     def of(tensors: Mapping[int, torch.Tensor], reading: Reading) -> "Measured":
@@ -145,6 +147,14 @@ class BackwardLook:
     scale_provenance: ScaleProvenance
     loss_scale: Column | None
     _norms: Measured | None = None
+
+    def scale(self) -> float | None:
+        """Returns the loss scale, once the numbers were fetched; None where none is known."""
+        return None if self.loss_scale is None else self.loss_scale.values[0]
+
+    def has_norms(self) -> bool:
+        """Returns whether a check has asked for the norms (hot path)."""
+        return self._norms is not None
 
     def norms(self) -> Measured:
         """Queues the norms of the gradients, once for all checks (hot path)."""
@@ -197,6 +207,10 @@ class StepLook:
             }
         return self._gradients
 
+    def has_norms(self) -> bool:
+        """Returns whether a check has asked for the norms (hot path)."""
+        return self._norms is not None
+
     def norms(self) -> Measured:
         """Queues the norms of the gradients, once for all checks (hot path)."""
         if self._norms is None:
@@ -207,6 +221,10 @@ class StepLook:
         """Returns the options of a parameter's own group."""
         group: Mapping[str, Any] = self.optimizer.param_groups[self.positions[index]]
         return group
+
+    def scale(self) -> float | None:
+        """Returns the factor that is still in the gradients, once the numbers were fetched."""
+        return self.loss_scale.values[0] if isinstance(self.loss_scale, Column) else self.loss_scale
 
     def is_skipped(self) -> bool:
         """Returns whether the optimizer skips the write by itself, once the numbers were fetched."""

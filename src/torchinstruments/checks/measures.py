@@ -14,7 +14,7 @@ import torch
 
 from torchinstruments.records import Reason, Scope
 
-__all__ = ["measurable", "norms", "scope_of"]
+__all__ = ["is_finite", "measurable", "norms", "scope_of"]
 
 _WIDENED = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -68,6 +68,11 @@ def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for positions in alike.values():
         found.update(zip(positions, _norms([tensors[position] for position in positions]), strict=True))
     return [found[position] for position in range(len(tensors))]
+
+
+def is_finite(norm: float) -> bool:
+    """Returns whether every element of a tensor with this norm is finite."""
+    return math.isfinite(norm)
 
 
 def scope_of(tensor: torch.Tensor) -> Scope:

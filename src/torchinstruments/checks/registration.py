@@ -7,7 +7,16 @@ from numbers import Real
 from torchinstruments.checks.findings import Action
 from torchinstruments.errors import ConfigurationError
 
-__all__ = ["action_of", "bounds_of", "choice_of", "cadence_of", "names_of", "positive_of", "window_of"]
+__all__ = [
+    "action_of",
+    "bounds_of",
+    "choice_of",
+    "cadence_of",
+    "flag_of",
+    "names_of",
+    "positive_of",
+    "window_of",
+]
 
 
 def action_of(value: object) -> Action:
@@ -31,14 +40,25 @@ def choice_of(argument: str, value: object, allowed: Sequence[str]) -> str:
     return value
 
 
-def cadence_of(value: object) -> int:
-    """Returns how many accepted steps lie between two looks.
+def cadence_of(value: object, argument: str = "every") -> int:
+    """Returns how many steps or backwards make a round.
 
     Raises:
         ConfigurationError: It is no integer of at least 1.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigurationError(f"every={value!r} is not possible; give a number of accepted steps, from 1")
+        raise ConfigurationError(f"{argument}={value!r} is not possible; give an integer from 1")
+    return value
+
+
+def flag_of(argument: str, value: object) -> bool:
+    """Returns a flag.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{argument}={value!r} is not possible; give True or False")
     return value
 
 

@@ -20,13 +20,18 @@ from torchinstruments import environment
 from torchinstruments.checks.accumulation import AccumulationSite
 from torchinstruments.checks.attempts import OwnAttempts
 from torchinstruments.checks.check import Check, Ground
+from torchinstruments.checks.clip_ledger import ClipLedger
 from torchinstruments.checks.findings import Finding, FindingStore
 from torchinstruments.checks.inventory import Inventory
+from torchinstruments.checks.nonfinite_gradients import NonfiniteGradientCheck
+from torchinstruments.checks.nonfinite_parameters import NonfiniteParameterCheck
 from torchinstruments.checks.overhead import hook_s, num_bytes, num_elements, scan_s
+from torchinstruments.checks.registration import action_of, cadence_of, flag_of, positive_of
 from torchinstruments.checks.report import CheckReport, frozen
 from torchinstruments.checks.scale_ledger import ScaleLedger
 from torchinstruments.checks.stepping import StepSite
 from torchinstruments.checks.visitor import SiteVisitor
+from torchinstruments.checks.watchdog import Watchdog
 from torchinstruments.config import UNSET, Unset
 from torchinstruments.errors import CheckLifecycleError, ConfigurationError
 from torchinstruments.ranks.loss_scale import DeclaredScale
@@ -68,13 +73,17 @@ class ChecksSession:
         self._model = model
         self._optimizers = _optimizers_of(optimizer)
         self._scaler = scaler
-        self._clip_norm = clip_norm
-        self._accumulation_steps = accumulation_steps
+        self._clip_norm = None if clip_norm is None else positive_of("clip_norm", clip_norm)
+        self._accumulation_steps = (
+            None if accumulation_steps is None else cadence_of(accumulation_steps, "accumulation_steps")
+        )
         self._inventory = Inventory(_checked_model(model))
         self._holder = model if isinstance(model, nn.Module) else _holder_of(model)
         self._checks: list[Check] = []
         self._store = FindingStore()
         self._ledger = ScaleLedger(self._take_record)
+        self._clip = ClipLedger(self._clip_norm)
+        self._watchdog = Watchdog(self._accumulation_steps)
         self._attempts: OwnAttempts | None = None
         self._site: AccumulationSite | None = None
         self._steps: StepSite | None = None
@@ -89,6 +98,35 @@ class ChecksSession:
         self._explicit: dict[str, int] = {"attempts": 0, "accepted": 0, "skipped": 0, "unknown": 0}
         self._boundary: dict[str, object] = {"declared": 0, "mismatches": 0, "first_mismatch": None}
 
+    def register_nonfinite_grad_check(self, *, action: str = "raise") -> None:
+        """Looks for NaN and infinity in gradients: collects them where they arise, raises before the write.
+
+        Args:
+            action: What is done before a write: ``raise``, ``warn`` or ``collect``.
+
+        Raises:
+            ConfigurationError: The action is none of these.
+            CheckLifecycleError: The session is attached.
+        """
+        self._register(NonfiniteGradientCheck(action_of(action)))
+
+    def register_nonfinite_param_check(
+        self, *, every: int = 1, include_buffers: bool = True, action: str = "raise"
+    ) -> None:
+        """Scans parameters and buffers for NaN and infinity, after the write.
+
+        Args:
+            every: Applied steps of an optimizer between two scans.
+            include_buffers: Whether buffers are scanned too.
+            action: What is done: ``raise``, ``warn`` or ``collect``.
+
+        Raises:
+            ConfigurationError: An argument is not possible.
+            CheckLifecycleError: The session is attached.
+        """
+        buffers = flag_of("include_buffers", include_buffers)
+        self._register(NonfiniteParameterCheck(cadence_of(every), action_of(action), include_buffers=buffers))
+
     def attach(self) -> Self:
         """Begins to watch: a hook for each parameter, two for all optimizers, two on the model.
 
@@ -102,9 +140,13 @@ class ChecksSession:
             self._is_disabled_by_environment = True
             return self
         self._inventory = Inventory(self._model)
-        visitor = SiteVisitor(self._inventory, self._checks, self._store, self._violated, self._report_error)
+        # The ledger goes last: it takes what other checks have asked for.
+        checks = (*self._checks, self._clip)
+        visitor = SiteVisitor(
+            self._inventory, checks, self._store, self._watchdog, self._violated, self._report_error
+        )
         ground = Ground(self._inventory, visitor.emit, self._store.add_unavailable, self._clip_norm)
-        for check in self._checks:
+        for check in checks:
             check.attached(ground)
         relay = _SkipRelay(visitor)
         attempts = OwnAttempts(
@@ -314,7 +356,11 @@ class ChecksSession:
         return "never_ran: nothing came that it looks at"
 
     def _ledgers(self) -> dict[str, object]:
-        return {"scale": self._ledger.snapshot()}
+        return {
+            "scale": self._ledger.snapshot(),
+            "clip": self._clip.snapshot(),
+            "watchdog": self._watchdog.snapshot(),
+        }
 
     def _disclosures(self) -> dict[str, object]:
         parameters = self._inventory.parameters

@@ -19,13 +19,16 @@ from torchinstruments.checks.check import BackwardLook, Check, Judge, StepLook
 from torchinstruments.checks.findings import (
     Action,
     CheckWarning,
+    EvidenceKind,
     Finding,
     FindingStore,
     GradientStage,
     Moment,
+    Severity,
 )
 from torchinstruments.checks.inventory import Inventory
 from torchinstruments.checks.reading import Reading
+from torchinstruments.checks.watchdog import Trip, Watchdog
 from torchinstruments.errors import CheckViolationError
 from torchinstruments.observe.engine import is_capturing_graph
 from torchinstruments.records import Reason, ScaleProvenance, error_text
@@ -46,6 +49,7 @@ class SiteVisitor:
         attempts: Counts attempts.
         checks: In the order of registration.
         store: Takes findings.
+        watchdog: Is told of backwards and of what becomes of steps.
         violated: Told of what will be raised, before it is; returns the report for the exception.
         on_error: Takes probe and exception of this package's own code.
     """
@@ -55,6 +59,7 @@ class SiteVisitor:
         inventory: Inventory,
         checks: Sequence[Check],
         store: FindingStore,
+        watchdog: Watchdog,
         violated: Callable[[Finding], dict[str, object]],
         on_error: Callable[[str, BaseException], None],
     ) -> None:
@@ -69,6 +74,7 @@ class SiteVisitor:
         self.reading = Reading()
         self._inventory = inventory
         self._store = store
+        self._watchdog = watchdog
         self._violated = violated
         self._on_error = on_error
         self._attempts: OwnAttempts | None = None
@@ -112,6 +118,7 @@ class SiteVisitor:
             return
         self.fire_counts.update(fired)
         attempts.backward_ended()
+        self._speak(self._watchdog.backward())
         if not self.enabled or not self._after_backward:
             return
         with self._visit("backward_ended") as runs:
@@ -156,8 +163,12 @@ class SiteVisitor:
             CheckViolationError: A check that was asked to raise found something.
         """
         look, self._look = self._look, None
-        if look is None or look.optimizer is not optimizer or look.is_skipped():
+        if look is None or look.optimizer is not optimizer:
             return
+        if look.is_skipped():
+            self._speak(self._watchdog.skipped())
+            return
+        self._watchdog.accepted()
         with self._visit("after_write") as runs:
             if runs:
                 self._settle(self._ask(self._after, "after_write", look))
@@ -167,6 +178,7 @@ class SiteVisitor:
 
     def step_skipped(self) -> None:
         """Takes that the loss scaler skipped a step; it never raises (training thread, hot path)."""
+        self._speak(self._watchdog.skipped())
         self.settle()
 
     def settle(self) -> None:
@@ -182,6 +194,25 @@ class SiteVisitor:
         self._look = None
         self._buffers.clear()
         self._owned.clear()
+
+    def _speak(self, trip: Trip | None) -> None:
+        """Says what the watchdog has to say."""
+        if trip is None or self._attempts is None:
+            return
+        self.emit(
+            Finding(
+                check="watchdog",
+                code="check_no_accepted_steps",
+                severity=Severity.WARNING,
+                action=Action.WARN,
+                message=f"{trip.number} {trip.unit} since the last accepted step (allowed: {trip.threshold})",
+                values={"number": trip.number, "threshold": trip.threshold, "unit": trip.unit},
+                moment=self._moment(self._attempts, None),
+                evidence=EvidenceKind.LEDGER,
+                remedy="look at the scale ledger of the report: under a loss scale that falls without end "
+                "every gradient overflows",
+            )
+        )
 
     @contextmanager
     def _visit(self, site: str) -> Generator[bool]:
