@@ -7,15 +7,20 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Optimizer
 
-__all__ = ["INF", "batch", "mlp", "poisoned", "scaler", "train"]
+__all__ = ["INF", "batch", "compiled", "mlp", "poisoned", "scaler", "train"]
 
 INF = float("inf")
 
 
-def mlp(width: int = 4, depth: int = 2) -> nn.Sequential:
+def mlp(width: int = 4, depth: int = 2) -> Any:
     """Returns a small network of linear layers."""
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)])
+
+
+def compiled(model: nn.Module) -> Any:
+    """Returns a model as ``torch.compile`` wraps it, without a compiler behind it."""
+    return torch.compile(model, backend="eager")
 
 
 def batch(width: int = 4) -> torch.Tensor:

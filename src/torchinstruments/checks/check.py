@@ -25,7 +25,7 @@ from torchinstruments.checks.findings import Finding, GradientStage, Moment
 from torchinstruments.checks.inventory import Inventory
 from torchinstruments.checks.measures import measurable, norms
 from torchinstruments.checks.reading import Column, Reading
-from torchinstruments.records import AttemptRecord, ScaleProvenance
+from torchinstruments.records import AttemptRecord, GradSync, ScaleProvenance
 
 __all__ = ["BackwardLook", "Check", "Ground", "Judge", "Measured", "StepLook"]
 
@@ -81,9 +81,20 @@ class Check:
     def finish(self) -> None:
         """Says what was asked for and never came (training thread, at each report)."""
 
-    def snapshot_indices(self) -> frozenset[int]:
-        """Returns of which tensors it keeps copies, for the estimate of their bytes."""
+    def detached(self) -> None:
+        """Drops what it holds of the model (training thread, at detach)."""
+
+    def snapshot_indices(self, inventory: Inventory) -> frozenset[int]:  # noqa: ARG002 - none by default
+        """Returns of which parameters it needs copies around a step, which all checks share."""
         return frozenset()
+
+    def baseline_indices(self, inventory: Inventory) -> frozenset[int]:  # noqa: ARG002 - none by default
+        """Returns of which tensors it keeps copies of its own."""
+        return frozenset()
+
+    def facts(self) -> Mapping[str, object] | None:
+        """Returns values for the report that are no findings; None for none."""
+        return None
 
 
 @dataclass(slots=True, eq=False)
@@ -137,6 +148,7 @@ class BackwardLook:
         stage: Before clipping, scaled or not.
         scale_provenance: How the loss scale is known.
         loss_scale: The scale; None where there is none or it is unknown.
+        grad_sync: Whether ranks have reduced the gradients yet.
     """
 
     moment: Moment
@@ -146,6 +158,7 @@ class BackwardLook:
     stage: GradientStage
     scale_provenance: ScaleProvenance
     loss_scale: Column | None
+    grad_sync: GradSync = GradSync.UNKNOWN
     _norms: Measured | None = None
 
     def scale(self) -> float | None:
@@ -193,7 +206,8 @@ class StepLook:
     """Parameters before the write, by position: those that a check had put into `wanted`."""
     _gradients: dict[int, torch.Tensor] | None = None
     _norms: Measured | None = None
-    _parameters: Measured | None = None
+    _befores: Measured | None = None
+    _changes: Measured | None = None
 
     @property
     def gradients(self) -> Mapping[int, torch.Tensor]:
@@ -216,6 +230,27 @@ class StepLook:
         if self._norms is None:
             self._norms = Measured.of(self.gradients, self.reading)
         return self._norms
+
+    def befores(self) -> Measured:
+        """Queues the norms of the copied parameters before the write, before any `changes` (hot path)."""
+        if self._befores is None:
+            self._befores = Measured.of(self.snapshots, self.reading)
+        return self._befores
+
+    def changes(self) -> Measured:
+        """Queues the norms of what the write added, and spends the copies for that (hot path).
+
+        A norm is 0 if and only if every element is what it was.
+        """
+        if self._changes is None:
+            self.befores()
+            now = {index: measurable(self.inventory.entries[index].tensor) for index in self.snapshots}
+            same = {index: one for index, one in now.items() if isinstance(one, torch.Tensor)}
+            held = {index: self.snapshots[index] for index in same}
+            if held:
+                torch._foreach_sub_(list(held.values()), list(same.values()))
+            self._changes = Measured.of(held, self.reading)
+        return self._changes
 
     def group(self, index: int) -> Mapping[str, Any]:
         """Returns the options of a parameter's own group."""

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from torchinstruments.checks.check import BackwardLook, Check, Ground, Judge, Measured, StepLook
 from torchinstruments.checks.measures import is_finite, scope_of
-from torchinstruments.records import ScaleProvenance, Scope
+from torchinstruments.records import GradSync, ScaleProvenance, Scope
 
 __all__ = ["ClipLedger"]
 
@@ -24,6 +24,7 @@ _HINT_WINDOW = 6
 _HINT_TOLERANCE = 1e-6
 _MAX_SERIES = 64
 _UNSCALED = (ScaleProvenance.UNSCALED, ScaleProvenance.NONE_SEEN)
+_REDUCED = (GradSync.NOT_DISTRIBUTED, GradSync.SYNCED)
 
 
 class ClipLedger(Check):
@@ -66,7 +67,7 @@ class ClipLedger(Check):
                 self._attempt = look.moment.attempt
                 self._before.clear()
             scale = _scale_in(look)
-            self._is_comparable = scale is not None and not _is_local_part(look)
+            self._is_comparable = scale is not None and look.grad_sync in _REDUCED
             if scale is not None:
                 self._before.update({index: norm / scale for index, norm in measured.by_index.items()})
 
@@ -144,11 +145,3 @@ def _total(norms: list[float]) -> float:
 def _scale_in(look: BackwardLook) -> float | None:
     """Returns the loss scale that is in a backward's gradients; None where it is not known."""
     return 1.0 if look.scale_provenance in _UNSCALED else look.scale()
-
-
-def _is_local_part(look: BackwardLook) -> bool:
-    """Returns whether the gradients are this rank's before a reduction that is still to come."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    is_reduced = all(scope_of(gradient) is not Scope.LOCAL for gradient in look.gradients.values())
-    return torch.distributed.get_world_size() > 1 and not is_reduced

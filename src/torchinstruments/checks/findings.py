@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any
 
 from torchinstruments.records import ScaleProvenance, Scope, StepProvenance
 
@@ -143,7 +144,7 @@ class Finding:
     message: str
     names: tuple[str, ...] = ()
     num_names: int = 0
-    values: Mapping[str, float | int | str | None] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
     moment: Moment = field(default_factory=Moment)
     stage: GradientStage | None = None
     scale_provenance: ScaleProvenance | None = None

@@ -11,10 +11,11 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from torchinstruments.records import Reason, Scope
 
-__all__ = ["is_finite", "measurable", "norms", "scope_of"]
+__all__ = ["is_finite", "local_numel", "local_part", "measurable", "norms", "scope_of"]
 
 _WIDENED = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -31,11 +32,11 @@ def measurable(tensor: torch.Tensor) -> torch.Tensor | str:
         Real, strided, with at least one element; or a `Reason` code.
     """
     if type(tensor) not in _PLAIN:
-        to_local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
-        if to_local is not None:
-            if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
-                return Reason.PARTIAL_PLACEMENT.value
-            tensor = to_local()
+        if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
+            return Reason.PARTIAL_PLACEMENT.value
+        if is_lazy(tensor):
+            return Reason.UNINITIALISED.value
+        tensor = local_part(tensor)
     if tensor.layout is not torch.strided:
         if tensor.layout is not torch.sparse_coo:
             return Reason.UNSUPPORTED_LAYOUT.with_detail(str(tensor.layout))
@@ -49,6 +50,19 @@ def measurable(tensor: torch.Tensor) -> torch.Tensor | str:
     if not tensor.is_floating_point():
         return Reason.UNSUPPORTED_DTYPE.with_detail(str(tensor.dtype))
     return tensor if tensor.itemsize > 1 else tensor.float()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what this rank has of a tensor; no collective (hot path)."""
+    if type(tensor) in _PLAIN:
+        return tensor
+    to_local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def local_numel(tensor: torch.Tensor) -> int:
+    """Returns how many elements this rank has of a tensor; 0 for one that waits for its shape (hot path)."""
+    return 0 if is_lazy(tensor) else local_part(tensor).numel()
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

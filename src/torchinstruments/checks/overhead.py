@@ -7,10 +7,10 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torchinstruments.checks.accumulation import AccumulationSite
-from torchinstruments.checks.measures import measurable, norms
+from torchinstruments.checks.measures import local_numel, measurable, norms
 from torchinstruments.statistics.isolation import functions_off, isolated
 
-__all__ = ["hook_s", "num_bytes", "num_elements", "scan_s"]
+__all__ = ["hook_s", "num_bytes", "scan_s"]
 
 
 class _Nobody:
@@ -23,17 +23,9 @@ class _Nobody:
         """Takes nothing."""
 
 
-def num_elements(tensor: torch.Tensor) -> int:
-    """Returns how many elements of a tensor this rank has; 0 for a lazy one."""
-    if is_lazy(tensor):
-        return 0
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local.numel()
-
-
 def num_bytes(tensor: torch.Tensor) -> int:
     """Returns how many bytes a copy of what this rank has of a tensor takes; nothing is read."""
-    return num_elements(tensor) * (0 if is_lazy(tensor) else tensor.element_size())
+    return 0 if is_lazy(tensor) else local_numel(tensor) * tensor.element_size()
 
 
 def scan_s(tensors: Sequence[torch.Tensor]) -> float:

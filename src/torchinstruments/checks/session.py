@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Generator, Mapping, Sequence
 from numbers import Integral
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -19,17 +19,32 @@ from torch.optim import Optimizer
 from torchinstruments import environment
 from torchinstruments.checks.accumulation import AccumulationSite
 from torchinstruments.checks.attempts import OwnAttempts
+from torchinstruments.checks.change import ChangeCheck
 from torchinstruments.checks.check import Check, Ground
 from torchinstruments.checks.clip_ledger import ClipLedger
-from torchinstruments.checks.findings import Finding, FindingStore
+from torchinstruments.checks.findings import EvidenceKind, Finding, FindingStore
+from torchinstruments.checks.frozen import FrozenCheck
 from torchinstruments.checks.inventory import Inventory
+from torchinstruments.checks.magnitude import MagnitudeCheck
+from torchinstruments.checks.measures import local_numel
 from torchinstruments.checks.nonfinite_gradients import NonfiniteGradientCheck
 from torchinstruments.checks.nonfinite_parameters import NonfiniteParameterCheck
-from torchinstruments.checks.overhead import hook_s, num_bytes, num_elements, scan_s
-from torchinstruments.checks.registration import action_of, cadence_of, flag_of, positive_of
+from torchinstruments.checks.overhead import hook_s, num_bytes, scan_s
+from torchinstruments.checks.registration import (
+    action_of,
+    bounds_of,
+    cadence_of,
+    choice_of,
+    flag_of,
+    names_of,
+    positive_of,
+    window_of,
+)
 from torchinstruments.checks.report import CheckReport, frozen
 from torchinstruments.checks.scale_ledger import ScaleLedger
 from torchinstruments.checks.stepping import StepSite
+from torchinstruments.checks.sustained import WARN_WINDOW
+from torchinstruments.checks.update_ratio import UpdateRatioCheck
 from torchinstruments.checks.visitor import SiteVisitor
 from torchinstruments.checks.watchdog import Watchdog
 from torchinstruments.config import UNSET, Unset
@@ -97,6 +112,105 @@ class ChecksSession:
         self._noticed: set[str] = set()
         self._explicit: dict[str, int] = {"attempts": 0, "accepted": 0, "skipped": 0, "unknown": 0}
         self._boundary: dict[str, object] = {"declared": 0, "mismatches": 0, "first_mismatch": None}
+
+    def register_change_check(
+        self,
+        *,
+        within: Sequence[str] | None = None,
+        window: tuple[int, int] = WARN_WINDOW,
+        every: int = 1,
+        action: str = "warn",
+    ) -> None:
+        """Watches whether parameters receive gradients: none, or exactly zero, in m of the last n steps.
+
+        Args:
+            within: Names, aliases or patterns with ``*``; None for every parameter.
+            window: ``(m, n)``. A finding comes once, and again only after n steps with gradients.
+            every: Applied steps of an optimizer between two observations.
+            action: ``raise`` (after the write), ``warn`` or ``collect``.
+
+        Raises:
+            ConfigurationError: An argument is not possible, or a name is not the model's.
+            CheckLifecycleError: The session is attached.
+        """
+        names = self._names("within", within)
+        self._register(ChangeCheck(names, window_of(window), cadence_of(every), action_of(action)))
+
+    def register_frozen_check(
+        self, names: Sequence[str], *, evidence: str = "clone", every: int = 1, action: str = "raise"
+    ) -> None:
+        """Compares tensors that must not change with what they were at attach, after every step.
+
+        Args:
+            names: Names, aliases or patterns with ``*``, of parameters or buffers.
+            evidence: ``clone`` keeps a copy; ``digest`` keeps 8 bytes a tensor and reads all of it.
+            every: Steps between two comparisons.
+            action: ``raise`` (after the write), ``warn`` or ``collect``.
+
+        Raises:
+            ConfigurationError: An argument is not possible, or a name is not the model's.
+            CheckLifecycleError: The session is attached.
+        """
+        chosen = self._names("names", () if names is None else names)
+        assert chosen is not None
+        kind = EvidenceKind(choice_of("evidence", evidence, ["clone", "digest"]))
+        self._register(FrozenCheck(chosen, kind, cadence_of(every), action_of(action)))
+
+    def register_update_ratio_check(
+        self,
+        *,
+        within: Sequence[str] | None = None,
+        bounds: tuple[float | None, float | None] | None = None,
+        every: int = 1,
+        action: str = "collect",
+    ) -> None:
+        """Measures how far a step moves parameters against their size; the report has every value.
+
+        Args:
+            within: Names, aliases or patterns with ``*``; None for every parameter.
+            bounds: What ``|after - before| / |before|`` may be, either side None; None judges nothing.
+            every: Applied steps of an optimizer between two looks. The copies are kept in between.
+            action: ``raise`` (after the write), ``warn`` (sustained) or ``collect``.
+
+        Raises:
+            ConfigurationError: An argument is not possible, or a name is not the model's.
+            CheckLifecycleError: The session is attached.
+        """
+        names = self._names("within", within)
+        band = bounds_of("bounds", bounds)
+        self._register(UpdateRatioCheck(names, band, cadence_of(every), action_of(action)))
+
+    def register_magnitude_check(
+        self,
+        *,
+        vanishing_threshold: float = 1e-7,
+        exploding_threshold: float = 1e4,
+        within: Sequence[str] | None = None,
+        every: int = 1,
+        action: str = "collect",
+    ) -> None:
+        """Judges L2 norms of gradients before clipping, in unscaled units, one parameter at a time.
+
+        Args:
+            vanishing_threshold: Below it a norm that is not zero vanishes.
+            exploding_threshold: Above it a norm explodes.
+            within: Names, aliases or patterns with ``*``; None for every parameter.
+            every: Attempts between two looks.
+            action: ``raise`` (before the write), ``warn`` (sustained) or ``collect``.
+
+        Raises:
+            ConfigurationError: An argument is not possible, or a name is not the model's.
+            CheckLifecycleError: The session is attached.
+        """
+        names = self._names("within", within)
+        low = positive_of("vanishing_threshold", vanishing_threshold)
+        high = positive_of("exploding_threshold", exploding_threshold)
+        if low >= high:
+            raise ConfigurationError(
+                f"vanishing_threshold={low!r} and exploding_threshold={high!r} are not possible together; "
+                f"give a lower one for vanishing"
+            )
+        self._register(MagnitudeCheck(low, high, names, cadence_of(every), action_of(action)))
 
     def register_nonfinite_grad_check(self, *, action: str = "raise") -> None:
         """Looks for NaN and infinity in gradients: collects them where they arise, raises before the write.
@@ -189,6 +303,8 @@ class ChecksSession:
         if self._attempts is not None and self._site is not None and self._steps is not None:
             _detach_all(self._attempts, self._site, self._steps)
         self._ledger.settle(final=True)
+        for check in self._checks:
+            check.detached()
         visitor.forget()
         self._last_visitor, self._visitor = visitor, None
 
@@ -213,8 +329,12 @@ class ChecksSession:
     @property
     def estimated_snapshot_bytes(self) -> int:
         """Bytes of the copies that the registered checks keep: sizes alone, nothing is allocated or read."""
-        copied = frozenset[int]().union(*(check.snapshot_indices() for check in self._checks))
-        entries = self._inventory.entries
+        inventory = self._inventory
+        shared = frozenset[int]().union(*(check.snapshot_indices(inventory) for check in self._checks))
+        copied = list(shared)
+        for check in self._checks:
+            copied += check.baseline_indices(inventory)
+        entries = inventory.entries
         return sum(num_bytes(entries[index].tensor) for index in copied)
 
     @contextlib.contextmanager
@@ -273,7 +393,7 @@ class ChecksSession:
         """Returns what is known now; it reads what waits on devices."""
         return self._make_report("on_demand")
 
-    def overhead(self) -> dict[str, object]:
+    def overhead(self) -> dict[str, Any]:
         """Returns what the session itself has added to training so far, as measured, and what a scan takes.
 
         Returns:
@@ -292,7 +412,7 @@ class ChecksSession:
             "accumulation_hook_s": hook_s(),
             "scan_s": min(scan_s([entry.tensor for entry in entries]) for _ in range(3)),
             "num_tensors": len(entries),
-            "num_elements": sum(num_elements(entry.tensor) for entry in entries),
+            "num_elements": sum(local_numel(entry.tensor) for entry in entries),
             "estimated_snapshot_bytes": self.estimated_snapshot_bytes,
         }
 
@@ -305,6 +425,17 @@ class ChecksSession:
         if self._visitor is not None:
             raise CheckLifecycleError(f"register {check.name} before the session is attached")
         self._checks.append(check)
+
+    def _names(self, argument: str, value: object) -> tuple[str, ...] | None:
+        """Returns names that all stand for something in the model as it is now.
+
+        Raises:
+            ConfigurationError: One does not.
+        """
+        names = names_of(argument, value)
+        if names is not None:
+            self._inventory.resolve(names, argument)
+        return names
 
     def _make_report(self, reason: str) -> CheckReport:
         if self._visitor is not None:
@@ -319,6 +450,11 @@ class ChecksSession:
         for check in self._checks:
             if not check.has_run:
                 store.add_unavailable(check.name, self._why_never())
+        if self._clip_norm is not None and not any(check.name == "grad_magnitude" for check in self._checks):
+            store.add_unavailable(
+                "grad_magnitude",
+                "clipping_censors: magnitudes are known before clipping only; register the check",
+            )
         unavailable += store.unavailable()
         parameters = self._inventory.parameters
         site = self._site
@@ -356,7 +492,12 @@ class ChecksSession:
         return "never_ran: nothing came that it looks at"
 
     def _ledgers(self) -> dict[str, object]:
+        facts: dict[str, list[object]] = {}
+        for check in self._checks:
+            if (found := check.facts()) is not None:
+                facts.setdefault(check.name, []).append(found)
         return {
+            **facts,
             "scale": self._ledger.snapshot(),
             "clip": self._clip.snapshot(),
             "watchdog": self._watchdog.snapshot(),

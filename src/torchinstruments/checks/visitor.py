@@ -7,7 +7,7 @@ Findings that are to raise do so at the end of a visit before or after a write, 
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -27,11 +27,12 @@ from torchinstruments.checks.findings import (
     Severity,
 )
 from torchinstruments.checks.inventory import Inventory
+from torchinstruments.checks.measures import measurable, scope_of
 from torchinstruments.checks.reading import Reading
 from torchinstruments.checks.watchdog import Trip, Watchdog
 from torchinstruments.errors import CheckViolationError
 from torchinstruments.observe.engine import is_capturing_graph
-from torchinstruments.records import Reason, ScaleProvenance, error_text
+from torchinstruments.records import GradSync, Reason, ScaleProvenance, Scope, error_text
 from torchinstruments.statistics.isolation import functions_off, isolated
 from torchinstruments.warning_place import warn_user
 
@@ -313,7 +314,18 @@ class SiteVisitor:
             stage=stage,
             scale_provenance=provenance,
             loss_scale=None if scale is None else self.reading.add((scale,)),
+            grad_sync=self._grad_sync(gradients),
         )
+
+    def _grad_sync(self, gradients: Mapping[int, torch.Tensor]) -> GradSync:
+        """Returns whether ranks have reduced the gradients of a backward that ends."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return GradSync.NOT_DISTRIBUTED
+        if torch.distributed.get_world_size() == 1:
+            return GradSync.NOT_DISTRIBUTED
+        if gradients and all(scope_of(gradient) is not Scope.LOCAL for gradient in gradients.values()):
+            return GradSync.SYNCED
+        return GradSync.UNKNOWN
 
     def _step_look(self, attempts: OwnAttempts, optimizer: Optimizer, evaluation: int) -> StepLook:
         scale, provenance = attempts.scale.scale_left(optimizer, attempts.clock.num_forwards - 1)
@@ -365,8 +377,9 @@ class SiteVisitor:
         if not wanted:
             return
         entries, buffers = self._inventory.entries, self._buffers
-        sources = [entries[index].tensor.detach() for index in wanted]
-        for index, source in zip(wanted, sources, strict=True):
+        found = {index: measurable(entries[index].tensor) for index in wanted}
+        sources = {index: one for index, one in found.items() if isinstance(one, torch.Tensor)}
+        for index, source in sources.items():
             held = buffers.get(index)
             if (
                 held is None
@@ -375,8 +388,9 @@ class SiteVisitor:
                 or held.device != source.device
             ):
                 buffers[index] = torch.empty_like(source)
-        torch._foreach_copy_([buffers[index] for index in wanted], sources)
-        look.snapshots = {index: buffers[index] for index in wanted}
+        look.snapshots = {index: buffers[index] for index in sources}
+        if sources:
+            torch._foreach_copy_(list(look.snapshots.values()), list(sources.values()))
 
     def _device_type(self) -> str:
         entries = self._inventory.entries
