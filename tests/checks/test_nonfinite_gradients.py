@@ -95,7 +95,7 @@ def test_clipping_that_spreads_a_nan_names_what_was_nan_before_it():
     assert finding["values"]["num_spread_by_clipping"] == 2
     arisen = [f for f in session.report().findings if f.code == "param_grad_nonfinite_at_accumulation"]
     assert [f.names for f in arisen] == [("b",)]
-    assert arisen[0].values["num_nan"] == 4
+    assert arisen[0].values["num_gradients_with_nan"] == 1
 
 
 def test_what_was_nonfinite_everywhere_is_smeared():

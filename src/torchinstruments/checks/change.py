@@ -87,7 +87,7 @@ class ChangeCheck(Check):
         look.wanted.update(index for index in own if index in self._suspects)
 
         def judge() -> None:
-            self._latest = self._observe(look, measured, own)
+            self._latest = self._observe(measured, look, own)
 
         return judge
 
@@ -111,25 +111,25 @@ class ChangeCheck(Check):
             for reason, indices in self._watched.unseen().items():
                 ground.unavailable(self.name, reason, ground.inventory.names(indices))
 
-    def _observe(self, look: StepLook, measured: Measured, own: list[int]) -> _Observation:
-        entries, norms = look.inventory.entries, measured.by_index
-        bad: dict[int, bool] = {}
-        observed: set[int] = set()
-        for index in own:
-            norm = norms.get(index)
-            if norm is not None:
-                observed.add(index)
-                if norm == 0:
-                    bad[index] = False
-            elif index not in measured.reasons and local_numel(entries[index].tensor) > 0:
-                observed.add(index)
-                bad[index] = True
-        return _Observation(frozenset(observed), bad)
+    def _observe(self, measured: Measured, look: StepLook, own: list[int]) -> _Observation:
+        entries = look.inventory.entries
+        zero = measured.where(measured.norms == 0)
+        has_gradient = look.gradients
+        absent = [index for index in own if index not in has_gradient]
+        observed = frozenset(own)
+        if measured.reasons or absent:
+            empty = [index for index in absent if local_numel(entries[index].tensor) == 0]
+            observed -= {*measured.reasons, *empty}
+        bad = {index: False for index in zero if index in observed}
+        bad.update({index: True for index in absent if index in observed})
+        return _Observation(observed, bad)
 
     def _judge(self, look: StepLook, latest: _Observation, changes: dict[int, float]) -> None:
         windows = self._windows.setdefault(look.moment.optimizer, Sustained(self._window))
         due = windows.observe(latest.bad, latest.observed)
-        for index in latest.observed:
+        for index in [*latest.bad, *(one for one in self._suspects if one not in latest.bad)]:
+            if index not in latest.observed:
+                continue
             suspect = self._suspects.get(index)
             if suspect is not None:
                 suspect.steps += 1

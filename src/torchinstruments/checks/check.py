@@ -18,13 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
 from torchinstruments.checks.findings import Finding, GradientStage, Moment
 from torchinstruments.checks.inventory import Inventory
-from torchinstruments.checks.measures import measurable, norms
-from torchinstruments.checks.reading import Column, Reading
+from torchinstruments.checks.measures import norms, sort_out
+from torchinstruments.checks.reading import Column, Numbers, Reading
 from torchinstruments.records import AttemptRecord, GradSync, ScaleProvenance
 
 __all__ = ["BackwardLook", "Check", "Ground", "Judge", "Measured", "StepLook"]
@@ -56,9 +58,11 @@ class Check:
     Attributes:
         name: As in reports.
         has_run: Whether it has looked at anything.
+        is_passive: Whether it only takes what others ask for, so that no site is visited for it alone.
     """
 
     name: str = ""
+    is_passive = False
 
     def __init__(self) -> None:
         self.has_run = False
@@ -99,11 +103,11 @@ class Check:
 
 @dataclass(slots=True, eq=False)
 class Measured:
-    """One number for each of some tensors, and why others have none.
+    """One norm for each of some tensors, and why others have none.
 
     Attributes:
         indices: Of the tensors, in the inventory.
-        tensors: As they were measured.
+        tensors: As they were measured; dropped once they were judged.
         column: Their norms.
         reasons: By index, for those that could not be measured.
     """
@@ -115,25 +119,31 @@ class Measured:
     _by_index: dict[int, float] | None = None
 
     @property
+    def norms(self) -> Numbers:
+        """The norms in the order of `indices`, once they were fetched."""
+        return self.column.numbers
+
+    @property
     def by_index(self) -> dict[int, float]:
         """The norms by index, once they were fetched."""
         if self._by_index is None:
-            self._by_index = dict(zip(self.indices, self.column.values, strict=True))
+            self._by_index = dict(zip(self.indices, self.norms.tolist(), strict=True))
         return self._by_index
+
+    def where(self, chosen: npt.NDArray[np.bool_]) -> list[int]:
+        """Returns the indices at which a mask over the norms is set, in order; cheap where it is nowhere."""
+        return [self.indices[position] for position in np.flatnonzero(chosen)]
+
+    def nonfinite(self) -> list[int]:
+        """Returns the indices of tensors with an element that is not finite."""
+        return self.where(~np.isfinite(self.norms))
 
     @staticmethod
     def of(tensors: Mapping[int, torch.Tensor], reading: Reading) -> "Measured":
         """Queues the norms of tensors (hot path). Call it inside `isolated`."""
-        ready: dict[int, torch.Tensor] = {}
-        reasons: dict[int, str] = {}
-        for index, tensor in tensors.items():
-            found = measurable(tensor)
-            if isinstance(found, str):
-                reasons[index] = found
-            else:
-                ready[index] = found
-        column = reading.add(norms(tuple(ready.values())) if ready else ())
-        return Measured(tuple(ready), tuple(ready.values()), column, reasons)
+        ready, reasons = sort_out(tensors)
+        measured = tuple(ready.values())
+        return Measured(tuple(ready), measured, reading.add(norms(measured)), reasons)
 
 
 @dataclass(slots=True, eq=False)
@@ -163,7 +173,7 @@ class BackwardLook:
 
     def scale(self) -> float | None:
         """Returns the loss scale, once the numbers were fetched; None where none is known."""
-        return None if self.loss_scale is None else self.loss_scale.values[0]
+        return None if self.loss_scale is None else self.loss_scale.first
 
     def has_norms(self) -> bool:
         """Returns whether a check has asked for the norms (hot path)."""
@@ -244,11 +254,11 @@ class StepLook:
         """
         if self._changes is None:
             self.befores()
-            now = {index: measurable(self.inventory.entries[index].tensor) for index in self.snapshots}
-            same = {index: one for index, one in now.items() if isinstance(one, torch.Tensor)}
-            held = {index: self.snapshots[index] for index in same}
+            entries = self.inventory.entries
+            now, _ = sort_out({index: entries[index].tensor for index in self.snapshots})
+            held = {index: self.snapshots[index] for index in now}
             if held:
-                torch._foreach_sub_(list(held.values()), list(same.values()))
+                torch._foreach_sub_(list(held.values()), list(now.values()))
             self._changes = Measured.of(held, self.reading)
         return self._changes
 
@@ -259,11 +269,11 @@ class StepLook:
 
     def scale(self) -> float | None:
         """Returns the factor that is still in the gradients, once the numbers were fetched."""
-        return self.loss_scale.values[0] if isinstance(self.loss_scale, Column) else self.loss_scale
+        return self.loss_scale.first if isinstance(self.loss_scale, Column) else self.loss_scale
 
     def is_skipped(self) -> bool:
         """Returns whether the optimizer skips the write by itself, once the numbers were fetched."""
-        return self.found_inf is not None and any(found != 0 for found in self.found_inf.values)
+        return self.found_inf is not None and self.found_inf.first != 0
 
     def tensors(self, indices: Sequence[int]) -> dict[int, torch.Tensor]:
         """Returns tensors of the inventory by position (hot path)."""

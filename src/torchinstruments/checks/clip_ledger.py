@@ -7,14 +7,17 @@ b. Whether the total before the write stands at the declared ``clip_norm``. Clip
 c. A hint only: the last totals are all the same, as clipping makes them.
 """
 
+import math
 from collections import deque
 from itertools import pairwise
 
+import numpy as np
 import torch
 from typing_extensions import override
 
 from torchinstruments.checks.check import BackwardLook, Check, Ground, Judge, Measured, StepLook
-from torchinstruments.checks.measures import is_finite, scope_of
+from torchinstruments.checks.measures import scope_of
+from torchinstruments.checks.reading import Numbers
 from torchinstruments.records import GradSync, ScaleProvenance, Scope
 
 __all__ = ["ClipLedger"]
@@ -39,6 +42,7 @@ class ClipLedger(Check):
     def __init__(self, clip_norm: float | None) -> None:
         super().__init__()
         self._clip_norm = clip_norm
+        self.is_passive = clip_norm is None
         self._ground: Ground | None = None
         self._before: dict[int, float] = {}
         self._attempt: int | None = None
@@ -69,7 +73,7 @@ class ClipLedger(Check):
             scale = _scale_in(look)
             self._is_comparable = scale is not None and look.grad_sync in _REDUCED
             if scale is not None:
-                self._before.update({index: norm / scale for index, norm in measured.by_index.items()})
+                self._before.update(zip(measured.indices, (measured.norms / scale).tolist(), strict=True))
 
         return judge
 
@@ -121,25 +125,26 @@ class ClipLedger(Check):
         if not scale:
             self._reasons.add("unknown_scale: the loss scale in the gradients is not known")
             return
-        norms = measured.by_index
-        total = _total(list(norms.values())) / scale
+        total = _total(measured.norms) / scale
         self._observed += 1
-        if not is_finite(total):
+        if not math.isfinite(total):
             self._nonfinite += 1
             return
         self._totals.append(total)
         if self._clip_norm is not None:
-            rounding = 4 * max(torch.finfo(tensor.dtype).eps for tensor in measured.tensors)
+            rounding = 4 * max(
+                torch.finfo(dtype).eps for dtype in {tensor.dtype for tensor in measured.tensors}
+            )
             self._saturated += total >= self._clip_norm * (1 - rounding) - _SHORT
-        before = [self._before[index] for index in norms if index in self._before]
-        if self._is_comparable and len(before) == len(norms):
-            pre_total = _total(before)
-            if is_finite(pre_total) and pre_total > 0:
+        before = [self._before[index] for index in measured.indices if index in self._before]
+        if self._is_comparable and len(before) == len(measured.indices):
+            pre_total = _total(np.array(before))
+            if math.isfinite(pre_total) and pre_total > 0:
                 self._factors.append(total / pre_total)
 
 
-def _total(norms: list[float]) -> float:
-    return sum(norm * norm for norm in norms) ** 0.5
+def _total(norms: Numbers) -> float:
+    return float(np.sqrt(np.square(norms).sum()))
 
 
 def _scale_in(look: BackwardLook) -> float | None:

@@ -67,11 +67,11 @@ class FrozenCheck(Check):
             elif current.device.type == "cpu":
                 differs[index] = not torch.equal(current, clone)
             else:
-                differs[index] = look.reading.add(((current != clone).any(),))
+                differs[index] = look.reading.add_one((current != clone).any())
         for index, digest in self._digests.items():
             now = self._digest(entries[index].tensor)
             if isinstance(now, torch.Tensor) and isinstance(digest, torch.Tensor):
-                differs[index] = look.reading.add((now.ne(digest),))
+                differs[index] = look.reading.add_one(now.ne(digest))
             else:
                 differs[index] = bool(now != digest)
 
@@ -96,7 +96,7 @@ class FrozenCheck(Check):
         changed = [
             index
             for index, found in differs.items()
-            if (found if isinstance(found, bool) else found.values[0] != 0)
+            if (found if isinstance(found, bool) else found.first != 0)
         ]
         new = [index for index in changed if index not in self._changed]
         self._changed = set(changed)

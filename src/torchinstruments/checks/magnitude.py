@@ -5,13 +5,14 @@ nothing there can explode. Where a gradient never comes by that way, and where t
 known, there is no verdict, and the report says so.
 """
 
+import math
 from collections.abc import Mapping
 
 from typing_extensions import override
 
 from torchinstruments.checks.check import BackwardLook, Check, Ground, Judge, Measured, StepLook
 from torchinstruments.checks.findings import Action, EvidenceKind, Finding, Severity
-from torchinstruments.checks.measures import is_finite, scope_of
+from torchinstruments.checks.measures import scope_of
 from torchinstruments.checks.selection import Watched
 from torchinstruments.checks.sustained import WARN_WINDOW, Sustained
 from torchinstruments.records import ScaleProvenance
@@ -103,13 +104,7 @@ class MagnitudeCheck(Check):
             ground.unavailable(self.name, "unknown_scale: what multiplies the gradients is not known", ())
             return
         self._look = look
-        self._latest.update(
-            {
-                index: norm / scale
-                for index, norm in measured.by_index.items()
-                if index in self._watched.indices
-            }
-        )
+        self._latest.update(zip(measured.indices, (measured.norms / scale).tolist(), strict=True))
 
     def _conclude(self) -> None:
         """Judges an attempt."""
@@ -119,16 +114,17 @@ class MagnitudeCheck(Check):
         self._fired.clear()
         if look is None or not latest:
             return
+        low, high, chosen = self._vanishing, self._exploding, self._watched.indices
         outside = {
             index: norm
             for index, norm in latest.items()
-            if is_finite(norm) and (norm > self._exploding or 0 < norm < self._vanishing)
+            if not (low <= norm <= high) and norm != 0 and math.isfinite(norm) and index in chosen
         }
         due = list(outside)
         if self._action is Action.WARN:
-            due = self._windows.observe(outside, latest.keys())
+            due = self._windows.observe(outside, latest.keys() & chosen)
         if due:
-            self._emit(look, due, outside, len(latest))
+            self._emit(look, due, outside, len(latest.keys() & chosen))
 
     def _emit(
         self, look: BackwardLook, due: list[int], outside: Mapping[int, float], num_observed: int

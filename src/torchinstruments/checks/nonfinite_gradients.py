@@ -8,6 +8,7 @@ The two sites together tell a culprit from its victims. Clipping by a total norm
 every healthy gradient zero or nonfinite; what was nonfinite before the clipping is where it began.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -23,7 +24,7 @@ from torchinstruments.checks.findings import (
     GradientStage,
     Severity,
 )
-from torchinstruments.checks.measures import is_finite, scope_of
+from torchinstruments.checks.measures import scope_of
 from torchinstruments.records import ScaleProvenance
 
 __all__ = ["NonfiniteGradientCheck"]
@@ -84,12 +85,12 @@ class NonfiniteGradientCheck(Check):
         norms = measured.by_index
         self._at_accumulation.update(norms)
         # The first backward that brings it is where it arose; later ones only still have it.
-        new = [index for index, norm in norms.items() if not is_finite(norm) and index not in self._told]
+        new = [index for index in measured.nonfinite() if index not in self._told]
         if not new:
             return
         self._told.update(new)
         is_scaled = look.scale_provenance in _SCALED
-        counts = _counts({i: t for i, t in zip(measured.indices, measured.tensors, strict=True) if i in new})
+        num_nan = sum(math.isnan(norms[index]) for index in new)
         self._emit(
             new,
             code="param_grad_nonfinite_at_accumulation",
@@ -100,7 +101,11 @@ class NonfiniteGradientCheck(Check):
             stage=look.stage,
             loss_scale=look.scale(),
             evidence=EvidenceKind.COUNTING_HOOK,
-            values={"num_nonfinite_gradients": len(new), **counts},
+            values={
+                "num_nonfinite_gradients": len(new),
+                "num_gradients_with_nan": num_nan,
+                "num_gradients_with_inf_only": len(new) - num_nan,
+            },
             attribution=Attribution.EXACT if len(new) == 1 else Attribution.SMEARED,
             remedy=_REMEDY_COLLECTED,
         )
@@ -108,11 +113,11 @@ class NonfiniteGradientCheck(Check):
     def _judge_step(self, look: StepLook, measured: Measured) -> None:
         self._begin(look.moment.attempt)
         self._say_unmeasured(measured)
-        norms = measured.by_index
-        bad = [index for index, norm in norms.items() if not is_finite(norm)]
+        bad = measured.nonfinite()
         if not bad or look.is_skipped():
             # The optimizer leaves the weights alone by itself; the accumulation site has the names.
             return
+        norms = measured.by_index
         culprits, attribution = self._attribute(bad)
         zeroed = [
             index
@@ -146,7 +151,7 @@ class NonfiniteGradientCheck(Check):
         """Returns where it began, as far as that is known."""
         if len(bad) == 1:
             return bad, Attribution.EXACT
-        before = [index for index in bad if not is_finite(self._at_accumulation.get(index, 0.0))]
+        before = [index for index in bad if not math.isfinite(self._at_accumulation.get(index, 0.0))]
         seen_all = all(index in self._at_accumulation for index in bad)
         if len(before) == 1 and seen_all:
             return before, Attribution.EXACT

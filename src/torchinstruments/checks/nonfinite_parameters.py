@@ -5,12 +5,13 @@ The scan comes after the write: what it finds is in the weights already, and a r
 
 from collections import Counter
 
+import torch
 from typing_extensions import override
 
 from torchinstruments.checks.check import Check, Ground, Judge, Measured, StepLook
 from torchinstruments.checks.findings import Action, EvidenceKind, Finding, GradientStage, Severity
 from torchinstruments.checks.inventory import BUFFER
-from torchinstruments.checks.measures import is_finite, scope_of
+from torchinstruments.checks.measures import measurable, scope_of
 from torchinstruments.records import Reason, ScaleProvenance
 
 __all__ = ["NonfiniteParameterCheck"]
@@ -58,20 +59,27 @@ class NonfiniteParameterCheck(Check):
             if entry.index not in look.positions
             and (self._include_buffers if entry.kind == BUFFER else not entry.tensor.requires_grad)
         ]
-        measured = Measured.of(look.tensors(indices), look.reading)
+        # What was finite and moved by something finite is finite: no second pass over what was copied.
+        copied = look.snapshots
+        rest = [index for index in indices if index not in copied] if copied else indices
+        befores, changes = (look.befores(), look.changes()) if copied else (None, None)
+        measured = Measured.of(look.tensors(rest), look.reading)
 
         def judge() -> None:
-            self._judge(look, measured)
+            bad = set(measured.nonfinite())
+            if befores is not None and changes is not None:
+                suspects = {*befores.nonfinite(), *changes.nonfinite()}
+                bad.update(index for index in suspects if not _is_finite(look.tensors([index])[index]))
+            self._judge(look, measured, bad, num_scanned=len(indices) - len(measured.reasons))
 
         return judge
 
-    def _judge(self, look: StepLook, measured: Measured) -> None:
+    def _judge(self, look: StepLook, measured: Measured, bad: set[int], num_scanned: int) -> None:
         ground = self._ground
         assert ground is not None
         for index, reason in measured.reasons.items():
             if reason.partition(":")[0] not in _HARMLESS:
                 ground.unavailable(self.name, reason, ground.inventory.names([index]))
-        bad = {index for index, norm in measured.by_index.items() if not is_finite(norm)}
         is_new = not bad <= self._known_bad
         self._known_bad = bad
         if not bad or not (is_new or self._action is Action.RAISE):
@@ -84,7 +92,7 @@ class NonfiniteParameterCheck(Check):
                 code="param_value_nonfinite",
                 severity=Severity.CRITICAL,
                 action=self._action,
-                message=f"{len(bad)} of {len(measured.indices)} tensors are nonfinite ({names[0]} first)",
+                message=f"{len(bad)} of {num_scanned} tensors are nonfinite ({names[0]} first)",
                 names=names,
                 values={"num_nonfinite_tensors": len(bad), "every": self._every},
                 moment=look.moment,
@@ -92,8 +100,14 @@ class NonfiniteParameterCheck(Check):
                 scale_provenance=ScaleProvenance.UNSCALED,
                 evidence=EvidenceKind.SCAN_KERNEL,
                 scope=scope_of(ground.inventory.entries[ordered[0]].tensor),
-                coverage=f"{len(measured.indices)}/{len(measured.indices) + len(measured.reasons)} tensors",
+                coverage=f"{num_scanned}/{num_scanned + len(measured.reasons)} tensors",
                 remedy="they are written: load a checkpoint from before, and register the gradient check, "
                 "which raises before the write",
             )
         )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor that was suspected is finite; reads it."""
+    found = measurable(tensor)
+    return isinstance(found, str) or bool(torch.isfinite(found).all())

@@ -7,7 +7,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torchinstruments.checks.accumulation import AccumulationSite
-from torchinstruments.checks.measures import local_numel, measurable, norms
+from torchinstruments.checks.measures import local_numel, norms, sort_out
+from torchinstruments.checks.reading import Reading
 from torchinstruments.statistics.isolation import functions_off, isolated
 
 __all__ = ["hook_s", "num_bytes", "scan_s"]
@@ -32,9 +33,10 @@ def scan_s(tensors: Sequence[torch.Tensor]) -> float:
     """Returns the seconds that the norms of all tensors take, their fetching included."""
     started_s = time.perf_counter()
     with functions_off(), isolated("cpu"):
-        ready = [found for tensor in tensors if isinstance(found := measurable(tensor), torch.Tensor)]
-        if ready:
-            torch.stack([norm.to("cpu") for norm in norms(ready)]).tolist()
+        ready, _ = sort_out(dict(enumerate(tensors)))
+        reading = Reading()
+        reading.add(norms(tuple(ready.values())))
+        reading.fetch()
     return time.perf_counter() - started_s
 
 

@@ -27,7 +27,7 @@ from torchinstruments.checks.findings import (
     Severity,
 )
 from torchinstruments.checks.inventory import Inventory
-from torchinstruments.checks.measures import measurable, scope_of
+from torchinstruments.checks.measures import scope_of, sort_out
 from torchinstruments.checks.reading import Reading
 from torchinstruments.checks.watchdog import Trip, Watchdog
 from torchinstruments.errors import CheckViolationError
@@ -87,6 +87,7 @@ class SiteVisitor:
         self._waiting: list[tuple[Check, Judge]] = []
         self._to_raise: list[Finding] = []
         self._look: StepLook | None = None
+        self._is_unlooked = False
         self._owned: dict[int, tuple[tuple[int, ...], dict[int, int]]] = {}
         self._buffers: dict[int, torch.Tensor] = {}
 
@@ -148,6 +149,11 @@ class SiteVisitor:
             return
         site.forget_unfinished()
         self._look = None
+        self._is_unlooked = not (
+            self._before or self._after or getattr(optimizer, "found_inf", None) is not None
+        )
+        if self._is_unlooked:
+            return
         with self._visit("before_write") as runs:
             if runs:
                 look = self._step_look(attempts, optimizer, evaluation)
@@ -164,15 +170,16 @@ class SiteVisitor:
             CheckViolationError: A check that was asked to raise found something.
         """
         look, self._look = self._look, None
-        if look is None or look.optimizer is not optimizer:
+        if (look is None and not self._is_unlooked) or (look is not None and look.optimizer is not optimizer):
             return
-        if look.is_skipped():
+        if look is not None and look.is_skipped():
             self._speak(self._watchdog.skipped())
             return
         self._watchdog.accepted()
-        with self._visit("after_write") as runs:
-            if runs:
-                self._settle(self._ask(self._after, "after_write", look))
+        if look is not None and self._after:
+            with self._visit("after_write") as runs:
+                if runs:
+                    self._settle(self._ask(self._after, "after_write", look))
         # What was looked at before counts as one accepted step from here on.
         self.accepted_steps += 1
         self._raise()
@@ -313,7 +320,7 @@ class SiteVisitor:
             reading=self.reading,
             stage=stage,
             scale_provenance=provenance,
-            loss_scale=None if scale is None else self.reading.add((scale,)),
+            loss_scale=None if scale is None else self.reading.add_one(scale),
             grad_sync=self._grad_sync(gradients),
         )
 
@@ -338,8 +345,8 @@ class SiteVisitor:
             reading=self.reading,
             inventory=self._inventory,
             scale_provenance=provenance,
-            loss_scale=self.reading.add((scale,)) if isinstance(scale, torch.Tensor) else scale,
-            found_inf=self.reading.add((found_inf,)) if isinstance(found_inf, torch.Tensor) else None,
+            loss_scale=self.reading.add_one(scale) if isinstance(scale, torch.Tensor) else scale,
+            found_inf=self.reading.add_one(found_inf) if isinstance(found_inf, torch.Tensor) else None,
             evaluation=evaluation,
         )
 
@@ -377,14 +384,13 @@ class SiteVisitor:
         if not wanted:
             return
         entries, buffers = self._inventory.entries, self._buffers
-        found = {index: measurable(entries[index].tensor) for index in wanted}
-        sources = {index: one for index, one in found.items() if isinstance(one, torch.Tensor)}
+        sources, _ = sort_out({index: entries[index].tensor for index in wanted})
         for index, source in sources.items():
             held = buffers.get(index)
             if (
                 held is None
+                or held.dtype is not source.dtype
                 or held.shape != source.shape
-                or held.dtype != source.dtype
                 or held.device != source.device
             ):
                 buffers[index] = torch.empty_like(source)
@@ -398,5 +404,6 @@ class SiteVisitor:
 
 
 def _overriding(checks: Sequence[Check], site: str) -> tuple[Check, ...]:
-    """Returns the checks that have something of their own for a site."""
-    return tuple([check for check in checks if getattr(type(check), site) is not getattr(Check, site)])
+    """Returns the checks that have something of their own for a site; none where all of them are passive."""
+    found = [check for check in checks if getattr(type(check), site) is not getattr(Check, site)]
+    return () if all(check.is_passive for check in found) else tuple(found)
