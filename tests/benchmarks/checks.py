@@ -55,9 +55,10 @@ def main() -> None:
     torch.manual_seed(0)
     layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     model = nn.Sequential(*layers)
-    for layer in layers[::2]:
+    for layer in model:
         # Gradients that vanish with depth would have most norms taken twice.
-        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+        if isinstance(layer, nn.Linear):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     # So small that every round does the same work.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     x = torch.randn(ROWS, WIDTH)

@@ -10,17 +10,18 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+import torch
+from torch._C import _current_graph_task_id as graph_task
+from torch.compiler import is_compiling
 from torch.utils.checkpoint import CheckpointFunction
+from typing_extensions import override
 
 from torchinstruments.checks.inventory import Entry
-from torchinstruments.observe.engine import call_at_end_of_backward, graph_task
+from torchinstruments.observe.engine import call_at_end_of_backward
 from torchinstruments.observe.hooks import ParameterHook, take_out
 from torchinstruments.statistics.isolation import unintercepted
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["AccumulationSite", "BackwardListener"]
 
@@ -38,6 +39,32 @@ class BackwardListener(Protocol):
     def backward_ended(self, fired: Sequence[int]) -> None:
         """Takes which parameters a backward reached, in that order (autograd thread, hot path)."""
         ...
+
+
+class _FireHook(ParameterHook):
+    """Post-accumulate hook of one parameter; it is called for each of them, and so does as little as it can.
+
+    Args:
+        site: Told of the first gradient of a backward; held weakly.
+        index: Of the parameter.
+        fired: What the site keeps of the backwards that run, by the engine's number.
+    """
+
+    __slots__ = ("_fired", "_index")
+
+    def __init__(self, site: "AccumulationSite", index: int, fired: dict[int, list[int]]) -> None:
+        super().__init__(site, index)
+        self._index = index
+        self._fired = fired
+
+    @override
+    def __call__(self, _parameter: torch.Tensor) -> None:
+        if is_compiling():
+            return
+        try:
+            self._fired[graph_task()].append(self._index)
+        except KeyError:
+            super().__call__(_parameter)
 
 
 class AccumulationSite:
@@ -76,7 +103,7 @@ class AccumulationSite:
                 may_come = entry.tensor.requires_grad and entry.tensor.is_leaf
             if not may_come:
                 continue
-            hook = ParameterHook(self, entry.index)
+            hook = _FireHook(self, entry.index, self._open)
             # Noted before it is placed, so that an interrupt leaves none that is not known.
             self._hooks[hook] = weakref.ref(entry.tensor)
             try:
