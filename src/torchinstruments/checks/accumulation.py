@@ -40,6 +40,10 @@ class BackwardListener(Protocol):
         """Takes which parameters a backward reached, in that order (autograd thread, hot path)."""
         ...
 
+    def accumulated(self, index: int) -> None:
+        """Takes that a gradient is there, which will not stay what it is (autograd thread, hot path)."""
+        ...
+
 
 class _FireHook(ParameterHook):
     """Post-accumulate hook of one parameter; it is called for each of them, and so does as little as it can.
@@ -65,6 +69,29 @@ class _FireHook(ParameterHook):
             self._fired[graph_task()].append(self._index)
         except KeyError:
             super().__call__(_parameter)
+
+
+class _EarlyHook(ParameterHook):
+    """Post-accumulate hook of a parameter whose gradient lies where ranks reduce it: it is looked at here.
+
+    Args:
+        site: Told of every gradient; held weakly.
+        index: Of the parameter.
+    """
+
+    __slots__ = ("_index", "_site")
+
+    def __init__(self, site: "AccumulationSite", index: int) -> None:
+        super().__init__(site, index)
+        self._index = index
+        self._site = weakref.ref(site)
+
+    @override
+    def __call__(self, _parameter: torch.Tensor) -> None:
+        super().__call__(_parameter)
+        site = self._site()
+        if site is not None and not is_compiling():
+            site.look_early(self._index)
 
 
 class AccumulationSite:
@@ -95,15 +122,25 @@ class AccumulationSite:
         self._last_nested: int | None = None
         self._hooks: dict[ParameterHook, weakref.ref[torch.Tensor]] = {}
 
-    def attach(self, entries: Sequence[Entry]) -> list[tuple[Entry, Exception]]:
-        """Puts a hook on each parameter that can have a gradient; returns those that take none."""
+    def attach(
+        self, entries: Sequence[Entry], early: frozenset[int] = frozenset()
+    ) -> list[tuple[Entry, Exception]]:
+        """Puts a hook on each parameter that can have a gradient; returns those that take none.
+
+        Args:
+            entries: The parameters.
+            early: Positions of those whose gradient will not stay what it is until the backward's end.
+        """
         refused: list[tuple[Entry, Exception]] = []
         for entry in entries:
             with unintercepted():
                 may_come = entry.tensor.requires_grad and entry.tensor.is_leaf
             if not may_come:
                 continue
-            hook = _FireHook(self, entry.index, self._open)
+            is_early = entry.index in early
+            hook: ParameterHook = (
+                _EarlyHook(self, entry.index) if is_early else _FireHook(self, entry.index, self._open)
+            )
             # Noted before it is placed, so that an interrupt leaves none that is not known.
             self._hooks[hook] = weakref.ref(entry.tensor)
             try:
@@ -130,6 +167,16 @@ class AccumulationSite:
         if fired is None:
             fired = self._begin(task)
         fired.append(target)
+
+    def look_early(self, index: int) -> None:
+        """Has a gradient looked at in its hook; it never raises (autograd thread, hot path)."""
+        listener = self._listener()
+        if listener is None:
+            return
+        try:
+            listener.accumulated(index)
+        except Exception as error:  # noqa: BLE001 - nothing may leave a hook
+            self._on_error("backward", error)
 
     def forget_unfinished(self) -> None:
         """Drops backwards that raised, whose end never came (training thread, outside any backward)."""

@@ -107,7 +107,7 @@ class Measured:
 
     Attributes:
         indices: Of the tensors, in the inventory.
-        tensors: As they were measured; dropped once they were judged.
+        tensors: As they were measured, of the first indices; those of early norms are not kept.
         column: Their norms.
         reasons: By index, for those that could not be measured.
     """
@@ -139,11 +139,25 @@ class Measured:
         return self.where(~np.isfinite(self.norms))
 
     @staticmethod
-    def of(tensors: Mapping[int, torch.Tensor], reading: Reading) -> "Measured":
-        """Queues the norms of tensors (hot path). Call it inside `isolated`."""
+    def of(
+        tensors: Mapping[int, torch.Tensor], reading: Reading, early: Mapping[int, torch.Tensor] | None = None
+    ) -> "Measured":
+        """Queues the norms of tensors (hot path). Call it inside `isolated`.
+
+        Args:
+            tensors: By position.
+            reading: Takes the norms.
+            early: Norms that are known already, by position; each a flat tensor of one.
+        """
+        if early:
+            tensors = {index: tensor for index, tensor in tensors.items() if index not in early}
         ready, reasons = sort_out(tensors)
         measured = tuple(ready.values())
-        return Measured(tuple(ready), measured, reading.add(norms(measured)), reasons)
+        groups = norms(measured)
+        if early:
+            start = len(measured)
+            groups.append((range(start, start + len(early)), torch.cat(tuple(early.values()))))
+        return Measured((*ready, *(early or ())), measured, reading.add(groups), reasons)
 
 
 @dataclass(slots=True, eq=False)
@@ -169,6 +183,8 @@ class BackwardLook:
     scale_provenance: ScaleProvenance
     loss_scale: Column | None
     grad_sync: GradSync = GradSync.UNKNOWN
+    early: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """Norms that were taken when their gradients came, by position: those of `gradients` stand for others."""
     _norms: Measured | None = None
 
     def scale(self) -> float | None:
@@ -182,7 +198,7 @@ class BackwardLook:
     def norms(self) -> Measured:
         """Queues the norms of the gradients, once for all checks (hot path)."""
         if self._norms is None:
-            self._norms = Measured.of(self.gradients, self.reading)
+            self._norms = Measured.of(self.gradients, self.reading, self.early)
         return self._norms
 
 

@@ -23,6 +23,9 @@ class _Nobody:
     def backward_ended(self, fired: Sequence[int]) -> None:
         """Takes nothing."""
 
+    def accumulated(self, index: int) -> None:
+        """Takes nothing."""
+
 
 def num_bytes(tensor: torch.Tensor) -> int:
     """Returns how many bytes a copy of what this rank has of a tensor takes; nothing is read."""

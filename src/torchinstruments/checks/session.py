@@ -40,6 +40,7 @@ from torchinstruments.checks.registration import (
     positive_of,
     window_of,
 )
+from torchinstruments.checks.replicated import reduced_by_ddp, reduced_in_place
 from torchinstruments.checks.report import CheckReport, frozen
 from torchinstruments.checks.scale_ledger import ScaleLedger
 from torchinstruments.checks.stepping import StepSite
@@ -274,7 +275,7 @@ class ChecksSession:
         )
         site = AccumulationSite(visitor, lambda: attempts.clock.num_forwards, _weakly(self, "_report_error"))
         steps = StepSite(visitor)
-        visitor.connect(attempts, site)
+        visitor.connect(attempts, site, reduced_by_ddp(self._holder, self._inventory))
         visitor.enabled = self._is_enabled
         self._attempts, self._site, self._steps, self._visitor = attempts, site, steps, visitor
         self._finalizer = weakref.finalize(self, _detach_all, attempts, site, steps)
@@ -283,7 +284,8 @@ class ChecksSession:
             attempts.attach()
             # After those of the clock, which says whether a step is the outermost.
             steps.attach()
-            for entry, error in site.attach(self._inventory.parameters):
+            early = reduced_in_place(self._holder, self._inventory)
+            for entry, error in site.attach(self._inventory.parameters, early):
                 self._store.add_unavailable(
                     "session", f"takes_no_hook: {type(error).__name__}: {error_text(error)}", (entry.name,)
                 )

@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["StepSite", "StepVisitor"]
+__all__ = ["StepSite", "StepVisitor", "WatchedClosure"]
 
 
 class StepVisitor(Protocol):
@@ -87,7 +87,7 @@ class StepSite:
         if not callable(closure):
             visitor.before_write(optimizer, 0)
             return None
-        watched = _watched(closure, visitor, optimizer)
+        watched = WatchedClosure(closure, visitor, optimizer)
         if len(args) > 1:
             return (args[0], watched, *args[2:]), kwargs
         return args, {**kwargs, "closure": watched}
@@ -101,16 +101,29 @@ class StepSite:
             visitor.after_write(optimizer)
 
 
-def _watched(closure: Callable[[], Any], visitor: StepVisitor, optimizer: Optimizer) -> Callable[[], Any]:
-    """Returns a closure after whose every evaluation the gradients are looked at."""
-    num_evaluations = 0
+class WatchedClosure:
+    """A closure after whose every evaluation the gradients are looked at.
 
-    @functools.wraps(closure)
-    def evaluate() -> Any:
-        nonlocal num_evaluations
-        loss = closure()
-        visitor.before_write(optimizer, num_evaluations)
-        num_evaluations += 1
+    Args:
+        closure: The program's.
+        visitor: Looks at them.
+        optimizer: Whose they are.
+    """
+
+    def __init__(self, closure: Callable[[], Any], visitor: StepVisitor, optimizer: Optimizer) -> None:
+        functools.update_wrapper(self, closure)
+        self._closure = closure
+        self._visitor = visitor
+        self._optimizer = optimizer
+        self._num_evaluations = 0
+
+    def __call__(self) -> Any:
+        """Evaluates it (training thread, hot path).
+
+        Raises:
+            CheckViolationError: A check that was asked to raise found something.
+        """
+        loss = self._closure()
+        self._visitor.before_write(self._optimizer, self._num_evaluations)
+        self._num_evaluations += 1
         return loss
-
-    return evaluate

@@ -27,7 +27,7 @@ from torchinstruments.checks.findings import (
     Severity,
 )
 from torchinstruments.checks.inventory import Inventory
-from torchinstruments.checks.measures import scope_of, sort_out
+from torchinstruments.checks.measures import norms, scope_of, sort_out
 from torchinstruments.checks.reading import Reading
 from torchinstruments.checks.watchdog import Trip, Watchdog
 from torchinstruments.errors import CheckViolationError
@@ -88,12 +88,23 @@ class SiteVisitor:
         self._to_raise: list[Finding] = []
         self._look: StepLook | None = None
         self._is_unlooked = False
+        self._early: dict[int, torch.Tensor] = {}
+        self._reduced_by_ddp: frozenset[int] = frozenset()
+        self._without_evidence: set[int] = set()
         self._owned: dict[int, tuple[tuple[int, ...], dict[int, int]]] = {}
         self._buffers: dict[int, torch.Tensor] = {}
 
-    def connect(self, attempts: OwnAttempts, site: AccumulationSite) -> None:
-        """Takes where attempts and backwards are counted (training thread, at attach)."""
-        self._attempts, self._site = attempts, site
+    def connect(
+        self, attempts: OwnAttempts, site: AccumulationSite, reduced_by_ddp: frozenset[int] = frozenset()
+    ) -> None:
+        """Takes where attempts and backwards are counted (training thread, at attach).
+
+        Args:
+            attempts: Counts attempts.
+            site: Counts backwards.
+            reduced_by_ddp: Positions of parameters whose gradients `DistributedDataParallel` reduces.
+        """
+        self._attempts, self._site, self._reduced_by_ddp = attempts, site, reduced_by_ddp
 
     def emit(self, finding: Finding) -> None:
         """Takes a finding of a check (training or autograd thread)."""
@@ -130,6 +141,18 @@ class SiteVisitor:
                 if len(self._waiting) >= _MAX_WAITING * len(self._after_backward):
                     self._settle()
 
+    def accumulated(self, index: int) -> None:
+        """Takes the norm of a gradient that ranks will reduce in place (autograd thread, hot path)."""
+        if not self.enabled or not self._after_backward or is_capturing_graph():
+            return
+        gradient = self._inventory.entries[index].tensor.grad
+        if gradient is None:
+            return
+        with functions_off(), isolated(self._device_type()):
+            ready, _ = sort_out({index: gradient})
+            if ready:
+                self._early[index] = norms((ready[index],))[0][1]
+
     def is_own(self, optimizer: Optimizer) -> bool:
         """Returns whether a step is the outermost one of the session's optimizers (hot path)."""
         attempts = self._attempts
@@ -157,6 +180,7 @@ class SiteVisitor:
         with self._visit("before_write") as runs:
             if runs:
                 look = self._step_look(attempts, optimizer, evaluation)
+                self._say_without_evidence(look)
                 judges = self._ask(self._before, "before_write", look)
                 self._copy_wanted(look)
                 self._settle(judges)
@@ -313,6 +337,8 @@ class SiteVisitor:
             stage = GradientStage.PRE_CLIP_SCALED
         elif provenance is ScaleProvenance.UNKNOWN:
             stage = GradientStage.PRE_CLIP_UNKNOWN
+        early = self._early
+        self._early = {}
         return BackwardLook(
             moment=self._moment(attempts, None),
             fired=fired,
@@ -322,7 +348,24 @@ class SiteVisitor:
             scale_provenance=provenance,
             loss_scale=None if scale is None else self.reading.add_one(scale),
             grad_sync=self._grad_sync(gradients),
+            early={index: norm for index, norm in early.items() if index in gradients},
         )
+
+    def _say_without_evidence(self, look: StepLook) -> None:
+        """Says once of which gradients no backward told, so that nothing is known of them before clipping."""
+        fires = self.fire_counts
+        if not self._after_backward or len(fires) >= len(self._inventory.entries):
+            return
+        missing = [
+            index for index in look.gradients if index not in fires and index not in self._without_evidence
+        ]
+        if missing:
+            self._without_evidence.update(missing)
+            self._store.add_unavailable(
+                "accumulation",
+                "no_hook_fired: the gradient came by another way than a backward that adds to it",
+                self._inventory.names(missing),
+            )
 
     def _grad_sync(self, gradients: Mapping[int, torch.Tensor]) -> GradSync:
         """Returns whether ranks have reduced the gradients of a backward that ends."""
@@ -330,9 +373,12 @@ class SiteVisitor:
             return GradSync.NOT_DISTRIBUTED
         if torch.distributed.get_world_size() == 1:
             return GradSync.NOT_DISTRIBUTED
-        if gradients and all(scope_of(gradient) is not Scope.LOCAL for gradient in gradients.values()):
+        if not gradients:
+            return GradSync.UNKNOWN
+        if all(scope_of(gradient) is not Scope.LOCAL for gradient in gradients.values()):
             return GradSync.SYNCED
-        return GradSync.UNKNOWN
+        # It writes what ranks have reduced after the end of the backward at which this looks.
+        return GradSync.LOCAL if self._reduced_by_ddp.issuperset(gradients) else GradSync.UNKNOWN
 
     def _step_look(self, attempts: OwnAttempts, optimizer: Optimizer, evaluation: int) -> StepLook:
         scale, provenance = attempts.scale.scale_left(optimizer, attempts.clock.num_forwards - 1)
