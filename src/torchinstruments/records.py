@@ -14,6 +14,7 @@ __all__ = [
     "Absent",
     "Amendment",
     "AttemptRecord",
+    "ChecksRecord",
     "Claim",
     "ClosedAttempt",
     "Counters",
@@ -664,6 +665,19 @@ class DeferredFingerprints(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ChecksRecord:
+    """What a session of checks has found so far: an entry of ``checks-<process>.json``.
+
+    Attributes:
+        session: Ordinal of the session among those of its observer.
+        report: Its report as strict JSON; a later one of the same session replaces it.
+    """
+
+    session: int
+    report: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ErrorRecord:
     """One error of collection, as the manifest keeps the last hundred.
 
@@ -766,6 +780,10 @@ class Outbox(Protocol):
 
     def put_modules(self, modules: tuple[ModuleRecord, ...]) -> None:
         """Takes the catalog, anew whenever it changed (training thread)."""
+        ...
+
+    def put_checks(self, checks: ChecksRecord) -> None:
+        """Takes what a session of checks has found so far (training thread)."""
         ...
 
     def put_error(self, error: ErrorRecord) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -23,7 +24,45 @@ from torchinstruments.ranks.optimizers import OptimizerWatch, StepListener
 from torchinstruments.ranks.pipelining import learns_shapes
 from torchinstruments.records import ClosedAttempt, GradSync
 
-__all__ = ["OwnAttempts"]
+__all__ = ["Attempts", "OwnAttempts"]
+
+
+class Attempts(Protocol):
+    """What a session counts with: `OwnAttempts`, or those of an observer of the same model.
+
+    Attributes:
+        clock: Says where training stands; only read here.
+        optimizers: Knows the model's optimizers.
+        scale: Knows the loss scale.
+    """
+
+    clock: StepClock
+    optimizers: OptimizerWatch
+    scale: ScalerWatch
+
+    def attach(self) -> None:
+        """Begins to count (training thread)."""
+        ...
+
+    def detach(self) -> None:
+        """Leaves no trace. Idempotent (training thread)."""
+        ...
+
+    def backward_began(self) -> None:
+        """Takes the begin of a backward (autograd thread, hot path)."""
+        ...
+
+    def backward_ended(self) -> None:
+        """Takes the end of a backward (autograd thread, hot path)."""
+        ...
+
+    def boundary_entered(self, global_step: int | None, micro_batches: int | None) -> bool:
+        """Takes that the program says where an attempt begins; False inside another one (training thread)."""
+        ...
+
+    def boundary_left(self, *, failed: bool) -> Sequence[ClosedAttempt]:
+        """Takes that it is over, and returns its records (training thread, hot path)."""
+        ...
 
 
 class OwnAttempts:

@@ -6,6 +6,7 @@ that was asked to raise does, with the finding in the report first.
 """
 
 import contextlib
+import time
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from numbers import Integral
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from torchinstruments import environment
 from torchinstruments.checks.accumulation import AccumulationSite
-from torchinstruments.checks.attempts import OwnAttempts
+from torchinstruments.checks.attempts import Attempts, OwnAttempts
 from torchinstruments.checks.change import ChangeCheck
 from torchinstruments.checks.check import Check, Ground
 from torchinstruments.checks.clip_ledger import ClipLedger
@@ -43,6 +44,7 @@ from torchinstruments.checks.registration import (
 from torchinstruments.checks.replicated import reduced_by_ddp, reduced_in_place
 from torchinstruments.checks.report import CheckReport, frozen
 from torchinstruments.checks.scale_ledger import ScaleLedger
+from torchinstruments.checks.shared_attempts import SharedAttempts, shared_attempts
 from torchinstruments.checks.stepping import StepSite
 from torchinstruments.checks.sustained import WARN_WINDOW
 from torchinstruments.checks.update_ratio import UpdateRatioCheck
@@ -51,7 +53,7 @@ from torchinstruments.checks.watchdog import Watchdog
 from torchinstruments.config import UNSET, Unset
 from torchinstruments.errors import CheckLifecycleError, ConfigurationError
 from torchinstruments.ranks.loss_scale import DeclaredScale
-from torchinstruments.ranks.optimizers import unwrapped
+from torchinstruments.ranks.optimizers import StepListener, unwrapped
 from torchinstruments.records import AttemptRecord, ClosedAttempt, Outcome, error_text
 from torchinstruments.warning_place import warn_user
 
@@ -59,6 +61,8 @@ __all__ = ["ChecksSession"]
 
 _MAX_NUMBER = 2**63 - 1
 _MAX_LISTED = 20
+_KEPT_AT_MOST_EVERY_S = 60.0
+_DURABLE_WITHIN_S = 10.0
 
 
 class ChecksSession:
@@ -100,7 +104,10 @@ class ChecksSession:
         self._ledger = ScaleLedger(self._take_record)
         self._clip = ClipLedger(self._clip_norm)
         self._watchdog = Watchdog(self._accumulation_steps)
-        self._attempts: OwnAttempts | None = None
+        self._attempts: Attempts | None = None
+        self._shared: SharedAttempts | None = None
+        self._kept_s = 0.0
+        self._num_kept = -1
         self._site: AccumulationSite | None = None
         self._steps: StepSite | None = None
         self._visitor: SiteVisitor | None = None
@@ -263,16 +270,8 @@ class ChecksSession:
         ground = Ground(self._inventory, visitor.emit, self._store.add_unavailable, self._clip_norm)
         for check in checks:
             check.attached(ground)
-        relay = _SkipRelay(visitor)
-        attempts = OwnAttempts(
-            self._holder,
-            self._optimizers,
-            self._scaler,
-            listener=relay,
-            on_closed=_weakly(self, "_take_closed"),
-            on_error=_weakly(self, "_report_error"),
-            on_notice=_weakly(self, "_notice"),
-        )
+        attempts = self._make_attempts(_SkipRelay(visitor))
+        visitor.look_only_at(self._optimizers)
         site = AccumulationSite(visitor, lambda: attempts.clock.num_forwards, _weakly(self, "_report_error"))
         steps = StepSite(visitor)
         visitor.connect(attempts, site, reduced_by_ddp(self._holder, self._inventory))
@@ -294,6 +293,28 @@ class ChecksSession:
             raise
         return self
 
+    def _make_attempts(self, relay: StepListener) -> Attempts:
+        """Returns the observer's attempts where the model has one, else those of the session's own clock."""
+        shared = shared_attempts(
+            self._holder,
+            self._optimizers,
+            listener=relay,
+            on_closed=_weakly(self, "_take_closed"),
+            on_end=_weakly(self, "_keep_report"),
+        )
+        if shared is not None:
+            self._shared = shared
+            return shared
+        return OwnAttempts(
+            self._holder,
+            self._optimizers,
+            self._scaler,
+            listener=relay,
+            on_closed=_weakly(self, "_take_closed"),
+            on_error=_weakly(self, "_report_error"),
+            on_notice=_weakly(self, "_notice"),
+        )
+
     def detach(self) -> None:
         """Leaves no hook and no copy of a parameter. Idempotent."""
         visitor = self._visitor
@@ -309,6 +330,9 @@ class ChecksSession:
             check.detached()
         visitor.forget()
         self._last_visitor, self._visitor = visitor, None
+        if self._shared is not None:
+            self._keep_report()
+            self._shared = None
 
     def __enter__(self) -> Self:
         """Attaches, where it is not attached."""
@@ -528,6 +552,7 @@ class ChecksSession:
             "scaler_declared": "not given"
             if isinstance(self._scaler, Unset)
             else _shown_scaler(self._scaler),
+            "clock": "observer" if isinstance(self._attempts, SharedAttempts) else "own",
             "clip_norm_declared": self._clip_norm,
             "accumulation_steps_declared": self._accumulation_steps,
             "disabled_by_environment": self._is_disabled_by_environment,
@@ -537,11 +562,27 @@ class ChecksSession:
         }
 
     def _violated(self, finding: Finding) -> dict[str, object]:  # noqa: ARG002 - what is raised is in the report
-        """Returns the report that travels with a violation (training thread)."""
-        return self._make_report("violation").to_dict()
+        """Returns the report that travels with a violation; with an observer it is on storage first."""
+        report = self._make_report("violation")
+        if self._shared is not None:
+            is_durable = self._shared.keep_durably(report.to_json(indent=None).encode(), _DURABLE_WITHIN_S)
+            if not is_durable:
+                self._store.add_unavailable("session", "report_not_durable: the store did not answer in time")
+        return report.to_dict()
+
+    def _keep_report(self) -> None:
+        """Leaves what is known for the observer's folder (training thread)."""
+        if self._shared is not None:
+            self._kept_s = time.monotonic()
+            self._num_kept = sum(self._store.num_findings().values())
+            self._shared.keep(self._make_report("running").to_json(indent=None).encode())
 
     def _take_closed(self, closed: Sequence[ClosedAttempt]) -> None:
         self._ledger.put(closed)
+        if self._shared is None or time.monotonic() - self._kept_s < _KEPT_AT_MOST_EVERY_S:
+            return
+        if sum(self._store.num_findings().values()) != self._num_kept:
+            self._keep_report()
 
     def _take_record(self, record: AttemptRecord) -> None:
         for check in self._checks:
@@ -634,7 +675,7 @@ class _weakly:  # noqa: N801 - reads as the adverb it is
             getattr(owner, self._name)(*args, **kwargs)
 
 
-def _detach_all(attempts: OwnAttempts, site: AccumulationSite, steps: StepSite) -> None:
+def _detach_all(attempts: Attempts, site: AccumulationSite, steps: StepSite) -> None:
     steps.detach()
     site.detach()
     attempts.detach()

@@ -6,6 +6,7 @@ Findings that are to raise do so at the end of a visit before or after a write, 
 """
 
 import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchinstruments.checks.accumulation import AccumulationSite
-from torchinstruments.checks.attempts import OwnAttempts
+from torchinstruments.checks.attempts import Attempts
 from torchinstruments.checks.check import BackwardLook, Check, Judge, StepLook
 from torchinstruments.checks.findings import (
     Action,
@@ -78,7 +79,7 @@ class SiteVisitor:
         self._watchdog = watchdog
         self._violated = violated
         self._on_error = on_error
-        self._attempts: OwnAttempts | None = None
+        self._attempts: Attempts | None = None
         self._site: AccumulationSite | None = None
         self._after_backward = _overriding(checks, "backward_ended")
         self._before = _overriding(checks, "before_write")
@@ -89,13 +90,14 @@ class SiteVisitor:
         self._look: StepLook | None = None
         self._is_unlooked = False
         self._early: dict[int, torch.Tensor] = {}
+        self._only: tuple[weakref.ref[Optimizer], ...] | None = None
         self._reduced_by_ddp: frozenset[int] = frozenset()
         self._without_evidence: set[int] = set()
         self._owned: dict[int, tuple[tuple[int, ...], dict[int, int]]] = {}
         self._buffers: dict[int, torch.Tensor] = {}
 
     def connect(
-        self, attempts: OwnAttempts, site: AccumulationSite, reduced_by_ddp: frozenset[int] = frozenset()
+        self, attempts: Attempts, site: AccumulationSite, reduced_by_ddp: frozenset[int] = frozenset()
     ) -> None:
         """Takes where attempts and backwards are counted (training thread, at attach).
 
@@ -105,6 +107,11 @@ class SiteVisitor:
             reduced_by_ddp: Positions of parameters whose gradients `DistributedDataParallel` reduces.
         """
         self._attempts, self._site, self._reduced_by_ddp = attempts, site, reduced_by_ddp
+
+    def look_only_at(self, optimizers: Sequence[Optimizer] | None) -> None:
+        """Takes which optimizers' steps are looked at; None looks at all that are counted (at attach)."""
+        if optimizers is not None:
+            self._only = tuple([weakref.ref(optimizer) for optimizer in optimizers])
 
     def emit(self, finding: Finding) -> None:
         """Takes a finding of a check (training or autograd thread)."""
@@ -157,6 +164,8 @@ class SiteVisitor:
         """Returns whether a step is the outermost one of the session's optimizers (hot path)."""
         attempts = self._attempts
         if attempts is None or not self.enabled:
+            return False
+        if self._only is not None and not any(reference() is optimizer for reference in self._only):
             return False
         known = attempts.optimizers.known(optimizer)
         return known is not None and attempts.clock.running_key in {known.key, None}
@@ -326,7 +335,7 @@ class SiteVisitor:
         }
         raise error
 
-    def _backward_look(self, attempts: OwnAttempts, fired: tuple[int, ...]) -> BackwardLook:
+    def _backward_look(self, attempts: Attempts, fired: tuple[int, ...]) -> BackwardLook:
         entries = self._inventory.entries
         gradients = {
             index: gradient for index in fired if (gradient := entries[index].tensor.grad) is not None
@@ -380,7 +389,7 @@ class SiteVisitor:
         # It writes what ranks have reduced after the end of the backward at which this looks.
         return GradSync.LOCAL if self._reduced_by_ddp.issuperset(gradients) else GradSync.UNKNOWN
 
-    def _step_look(self, attempts: OwnAttempts, optimizer: Optimizer, evaluation: int) -> StepLook:
+    def _step_look(self, attempts: Attempts, optimizer: Optimizer, evaluation: int) -> StepLook:
         scale, provenance = attempts.scale.scale_left(optimizer, attempts.clock.num_forwards - 1)
         known = attempts.optimizers.known(optimizer)
         found_inf: object = getattr(optimizer, "found_inf", None)
@@ -396,7 +405,7 @@ class SiteVisitor:
             evaluation=evaluation,
         )
 
-    def _moment(self, attempts: OwnAttempts, optimizer: int | None) -> Moment:
+    def _moment(self, attempts: Attempts, optimizer: int | None) -> Moment:
         clock, is_step = attempts.clock, optimizer is not None
         return Moment(
             attempt=clock.attempt,

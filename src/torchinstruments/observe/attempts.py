@@ -7,13 +7,26 @@ nothing but its few additions.
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torchinstruments.observe.bypass import Bypass
 from torchinstruments.observe.faults import Faults
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.records import ClosedAttempt, GradSync, Outbox, Position
 
-__all__ = ["AttemptFeed"]
+__all__ = ["AttemptFeed", "AttemptTap"]
+
+
+class AttemptTap(Protocol):
+    """Who counts on the attempts of an observer without being one. Nothing raises here."""
+
+    def attempts_closed(self, closed: Sequence[ClosedAttempt]) -> None:
+        """Takes attempts that ended (training thread, hot path)."""
+        ...
+
+    def observation_ended(self) -> None:
+        """Takes that no more will come, while documents are still taken (training thread)."""
+        ...
 
 
 class AttemptFeed:
@@ -38,6 +51,20 @@ class AttemptFeed:
         # A signal handler may run the model while its thread is in here.
         self._lock = threading.RLock()
         self._noticed: set[str] = set()
+        self._taps: tuple[AttemptTap, ...] = ()
+
+    @property
+    def clock(self) -> StepClock:
+        """What counts them; it is only read elsewhere (any thread)."""
+        return self._clock
+
+    def tap(self, tap: AttemptTap) -> None:
+        """Has somebody told of attempts too (training thread)."""
+        self._taps = (*self._taps, tap)
+
+    def untap(self, tap: AttemptTap) -> None:
+        """Tells somebody no more. Idempotent (training thread)."""
+        self._taps = tuple([one for one in self._taps if one is not tap])
 
     @property
     def is_before_every_step(self) -> bool:
@@ -95,7 +122,7 @@ class AttemptFeed:
             closed = self._clock.boundary_left(self._now(), failed=failed)
         if not closed:
             return
-        self._session.put_attempts(closed)
+        self._put(closed)
         record = closed[0].record
         declared, seen = record.micro_batches_declared, record.micro_batches
         if declared is not None and declared != seen and not failed:
@@ -117,7 +144,9 @@ class AttemptFeed:
         if not in_boundary:
             self._leave(closed)
         elif closed:
-            self._session.put_attempts(closed)
+            self._put(closed)
+        for tap in self._taps:
+            tap.observation_ended()
 
     def tell_what_was_lost(self) -> None:
         """Tells of steps that have no row (training thread, at the end)."""
@@ -145,4 +174,9 @@ class AttemptFeed:
         """Leaves attempts that no block ended; in one, a model may be called between two steps."""
         if closed:
             self._bypass.attempts_closed(closed)
-            self._session.put_attempts(closed)
+            self._put(closed)
+
+    def _put(self, closed: Sequence[ClosedAttempt]) -> None:
+        self._session.put_attempts(closed)
+        for tap in self._taps:
+            tap.attempts_closed(closed)

@@ -26,6 +26,7 @@ from queue import Empty, SimpleQueue
 
 from torchinstruments.records import (
     AttemptRecord,
+    ChecksRecord,
     Claim,
     ClosedAttempt,
     DeferredFingerprints,
@@ -154,6 +155,11 @@ class Delivery:
         if not self._takes_nothing():
             self._modules = modules
             self._outbox.put_records(Modules(modules))
+
+    def put_checks(self, checks: ChecksRecord) -> None:
+        """Takes what a session of checks has found so far (training thread)."""
+        if not self._takes_nothing():
+            self._outbox.put_records(checks)
 
     def put_error(self, error: ErrorRecord) -> None:
         """Takes an error of collection (training thread)."""
@@ -423,6 +429,9 @@ class Delivery:
         elif isinstance(item, Modules):
             for keeper in self._keepers:
                 self._call(keeper, keeper.modules, item.records)
+        elif isinstance(item, ChecksRecord):
+            for keeper in self._keepers:
+                self._call(keeper, keeper.checks, item)
         elif isinstance(item, ErrorRecord):
             self._keep(item)
         else:
@@ -522,7 +531,7 @@ def _are_complete(item: Attempts) -> bool:
 
 def _num_rows(item: Item) -> int:
     """Returns the rows of ``history`` that an item holds."""
-    if isinstance(item, Attempts | Fingerprints | Modules | ErrorRecord):
+    if isinstance(item, Attempts | Fingerprints | Modules | ChecksRecord | ErrorRecord):
         return 0
     return item.num_scalars
 
@@ -535,6 +544,8 @@ def _contents(item: Item) -> str:
         return f"{item.deferred.num_rows} fingerprints"
     if isinstance(item, Modules):
         return f"the catalog of {len(item.records)} modules"
+    if isinstance(item, ChecksRecord):
+        return "a report of checks"
     if isinstance(item, ErrorRecord):
         return "an error of collection"
     return f"a sample of {item.num_scalars} scalars"

@@ -5,6 +5,7 @@ from typing import Protocol, runtime_checkable
 
 from torchinstruments.records import (
     AttemptRecord,
+    ChecksRecord,
     Claim,
     ErrorRecord,
     FingerprintRecord,
@@ -65,6 +66,10 @@ class TelemetrySink(Sink, Protocol):
 
     def modules(self, modules: Sequence[ModuleRecord]) -> None:
         """Takes the catalog, anew whenever it changed (writer thread)."""
+        ...
+
+    def checks(self, checks: ChecksRecord) -> None:
+        """Takes what a session of checks has found so far (writer thread)."""
         ...
 
     def error(self, error: ErrorRecord) -> None:

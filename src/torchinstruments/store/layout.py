@@ -5,7 +5,7 @@
     run.json  generations/000.json
     rank-000/process-1a2b3c4d.json  rank-000/modules-1a2b3c4d.json
     rank-000/history.parts/part-1a2b3c4d-000000.parquet  (samples, steps, fingerprints alike)
-    rank-000/result.json  rank-000/index.md
+    rank-000/checks-1a2b3c4d.json  rank-000/result.json  rank-000/index.md
     rank-000/tensorboard/events.out.tfevents.1700000000.host.1a2b3c4d.000000
     merged/result.json  merged/summary.parquet  merged/steps.parquet
 
@@ -26,6 +26,7 @@ __all__ = [
     "TABLES",
     "TENSORBOARD",
     "PartName",
+    "checks_file",
     "generation_file",
     "is_rank_folder_beyond",
     "manifest_file",
@@ -111,6 +112,11 @@ def parse_manifest(name: str) -> str | None:
     """Returns the process that a manifest's file name tells, or None."""
     match = _MANIFEST.fullmatch(name)
     return match[1] if match else None
+
+
+def checks_file(folder: str, process: str) -> str:
+    """Returns the path of what a process's training checks have found."""
+    return _join(folder, f"checks-{process}.json")
 
 
 def modules_file(folder: str, process: str) -> str:
