@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from torchinstruments import AlwaysSampler, inject_observer, merge_run, remove_observer
 from torchinstruments.checks import ChecksSession, CheckViolationError
 from torchinstruments.testing.collectives import no_collectives
 
@@ -163,3 +164,34 @@ def test_the_rank_on_which_a_nan_was_born_is_the_one_that_says_so(rank_pool, kin
     assert origin["finite"]
     assert healthy["born"] == []
     assert origin["born"] == [["used.weight"]]
+
+
+def _observed_nan(folder: str) -> None:
+    """A NaN in a gradient of rank 1 alone, behind the reduction, with an observer on both ranks."""
+    model = _wrapped("ddp")
+    inject_observer(model, output_dir=folder, run_id="checks", sampler=AlwaysSampler())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session = ChecksSession(model, optimizer, scaler=None)
+    session.register_nonfinite_grad_check(action="collect")
+    session.register_magnitude_check()
+    with session:
+        for attempt in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            if attempt == 1 and dist.get_rank() == 1:
+                next(model.parameters()).grad.view(-1)[0] = float("nan")
+            optimizer.step()
+    remove_observer(model)
+
+
+def test_the_merge_names_the_rank_that_alone_saw_a_finding(rank_pool, tmp_path):
+    """And the one that did not."""
+    rank_pool.run(_observed_nan, str(tmp_path))
+    found = merge_run(str(tmp_path)).result["findings"]
+    assert isinstance(found, dict)
+    assert found["ranks_with_checks"] == [0, 1]
+    (kind,) = [one for one in found["by_code"] if one["code"] == "param_grad_nonfinite"]
+    assert (kind["ranks"], kind["ranks_that_did_not_see_it"]) == ([1], [0])
+    assert kind["first"]["finding"]["attempt"] == 1
+    assert kind["by_rank"][0]["names"] == ["used.weight"]
+    assert found["checks_run"]["nonfinite_grad"] == [0, 1]

@@ -46,7 +46,7 @@ from torchinstruments.sinks.outbox import (
     Modules,
     describe,
 )
-from torchinstruments.sinks.sink import RankAware, Sink, TelemetrySink
+from torchinstruments.sinks.sink import ChecksSink, RankAware, Sink, TelemetrySink
 from torchinstruments.sinks.yields import Yield
 
 __all__ = ["EXIT_TIMEOUT_S", "THREAD_NAME", "Delivery", "others_may_train"]
@@ -431,7 +431,8 @@ class Delivery:
                 self._call(keeper, keeper.modules, item.records)
         elif isinstance(item, ChecksRecord):
             for keeper in self._keepers:
-                self._call(keeper, keeper.checks, item)
+                if isinstance(keeper, ChecksSink):
+                    self._call(keeper, keeper.checks, item)
         elif isinstance(item, ErrorRecord):
             self._keep(item)
         else:

@@ -15,7 +15,7 @@ from torchinstruments.records import (
     Sample,
 )
 
-__all__ = ["RankAware", "Sink", "TelemetrySink"]
+__all__ = ["ChecksSink", "RankAware", "Sink", "TelemetrySink"]
 
 
 class Sink(Protocol):
@@ -68,10 +68,6 @@ class TelemetrySink(Sink, Protocol):
         """Takes the catalog, anew whenever it changed (writer thread)."""
         ...
 
-    def checks(self, checks: ChecksRecord) -> None:
-        """Takes what a session of checks has found so far (writer thread)."""
-        ...
-
     def error(self, error: ErrorRecord) -> None:
         """Takes an error of collection or of another sink (writer thread)."""
         ...
@@ -94,4 +90,13 @@ class TelemetrySink(Sink, Protocol):
         Returns:
             Whether everything is where readers look.
         """
+        ...
+
+
+@runtime_checkable
+class ChecksSink(Protocol):
+    """A sink that also stores what training checks have found."""
+
+    def checks(self, checks: ChecksRecord) -> None:
+        """Takes what a session of checks has found so far (writer thread)."""
         ...

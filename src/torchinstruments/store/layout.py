@@ -31,6 +31,7 @@ __all__ = [
     "is_rank_folder_beyond",
     "manifest_file",
     "modules_file",
+    "parse_checks",
     "parse_generation",
     "parse_manifest",
     "parse_modules",
@@ -57,6 +58,7 @@ _RANK = re.compile(r"rank-(\d{3,})")
 _PART = re.compile(r"part-([0-9a-f]{8})-(\d{6,})\.parquet")
 _MANIFEST = re.compile(r"process-([0-9a-f]{8})\.json")
 _MODULES = re.compile(r"modules-([0-9a-f]{8})\.json")
+_CHECKS = re.compile(r"checks-([0-9a-f]{8})\.json")
 _GENERATION = re.compile(r"(\d{3,})\.json")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -117,6 +119,12 @@ def parse_manifest(name: str) -> str | None:
 def checks_file(folder: str, process: str) -> str:
     """Returns the path of what a process's training checks have found."""
     return _join(folder, f"checks-{process}.json")
+
+
+def parse_checks(name: str) -> str | None:
+    """Returns the process that the file name of a report of checks tells, or None."""
+    match = _CHECKS.fullmatch(name)
+    return match[1] if match else None
 
 
 def modules_file(folder: str, process: str) -> str:

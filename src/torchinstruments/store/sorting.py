@@ -83,6 +83,7 @@ class FileSorter:
         self._generation_files: list[LocatedFile] = []
         self._manifest_files: list[LocatedFile] = []
         self._catalog_files: list[LocatedFile] = []
+        self._checks_files: list[LocatedFile] = []
         self._part_files: list[tuple[LocatedFile, str, layout.PartName]] = []
         self._manifests: dict[str, list[ManifestFile]] = {}
         self._generations: list[GenerationRecord] = []
@@ -118,6 +119,9 @@ class FileSorter:
             return True
         if layout.parse_modules(file.name) is not None:
             self._catalog_files.append(file)
+            return True
+        if layout.parse_checks(file.name) is not None:
+            self._checks_files.append(file)
             return True
         if file.folder and not _is_known(file.name):
             self._note_strange(file)
@@ -208,6 +212,11 @@ class FileSorter:
             process = layout.parse_modules(file.name) or ""
             catalog = CatalogFile(process, file.source, file.info.path, file.info.size_bytes)
             catalogs.setdefault(self._rank_of(file.folder, process), []).append(catalog)
+        checks: dict[int, list[CatalogFile]] = {}
+        for file in self._checks_files:
+            process = layout.parse_checks(file.name) or ""
+            report = CatalogFile(process, file.source, file.info.path, file.info.size_bytes)
+            checks.setdefault(self._rank_of(file.folder, process), []).append(report)
         parts = self._parts()
         return {
             rank: RankInventory(
@@ -215,8 +224,9 @@ class FileSorter:
                 manifests=tuple(sorted(manifests.get(rank, ()), key=_by_generation)),
                 catalogs=tuple(sorted(catalogs.get(rank, ()), key=_by_process)),
                 parts=parts.get(rank, {}),
+                checks=tuple(sorted(checks.get(rank, ()), key=_by_process)),
             )
-            for rank in sorted({*manifests, *catalogs, *parts})
+            for rank in sorted({*manifests, *catalogs, *parts, *checks})
         }
 
     def _parts(self) -> dict[int, dict[str, tuple[PartFile, ...]]]:
