@@ -149,3 +149,98 @@ def test_the_watchdog_counts_backwards_where_no_attempt_is_seen():
     assert dog.backward() is not None
     undeclared = Watchdog()
     assert [undeclared.backward() for _ in range(FALLBACK_BACKWARDS)] == [None] * FALLBACK_BACKWARDS
+
+
+class _Patient(torch.amp.GradScaler):
+    """A scaler that lowers its scale at every second skip only."""
+
+    skips = 0
+
+    def update(self, new_scale=None):
+        _Patient.skips += 1
+        if _Patient.skips % 2:
+            self._per_optimizer_states.clear()
+            return
+        super().update(new_scale)
+
+
+def test_a_skip_that_lowers_no_scale_is_a_skip():
+    """Hysteresis: two skips, one decrement."""
+    model, grad_scaler = mlp(), _Patient("cpu", init_scale=1024.0)
+    with ChecksSession(model, scaler=grad_scaler) as session:
+        train(model, steps=4, grad_scaler=grad_scaler, overflows=(0, 1))
+    ledger = session.report().ledgers["scale"]
+    assert (ledger["skipped_attempts"], ledger["accepted_steps"]) == (2, 2)
+
+
+def test_an_explicit_unscale_and_clipping_change_no_count():
+    """The canonical loop with one infinity."""
+    model, grad_scaler = mlp(), scaler()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    session = ChecksSession(model, optimizer, scaler=grad_scaler, clip_norm=1e-3)
+    session.register_nonfinite_grad_check()
+    with session:
+        for step in range(4):
+            optimizer.zero_grad()
+            grad_scaler.scale(model(batch()).sum() * (float("inf") if step == 1 else 1.0)).backward()
+            grad_scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            grad_scaler.step(optimizer)
+            grad_scaler.update()
+    ledgers = session.report().ledgers
+    assert (ledgers["scale"]["skipped_attempts"], ledgers["scale"]["accepted_steps"]) == (1, 3)
+    assert (ledgers["clip"]["tier"], ledgers["clip"]["saturated_steps"]) == ("a", 3)
+    assert max(ledgers["clip"]["applied_clip_factors"]) < 1e-2
+
+
+def test_an_optimizer_that_steps_in_the_backward_is_counted_right():
+    """One optimizer a parameter, stepped and cleared as its gradient comes."""
+    model = mlp()
+    optimizers = {p: SGD([p], lr=0.01) for p in model.parameters()}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    handles = [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]
+    session = ChecksSession(model, scaler=None)
+    session.register_change_check(action="collect", window=(1, 1))
+    session.register_nonfinite_grad_check()
+    with session:
+        for _ in range(6):
+            model(batch()).sum().backward()
+    for handle in handles:
+        handle.remove()
+    report = session.report()
+    assert report.counters["backwards"] == 6
+    assert report.counters["accepted_steps"] == 24
+    assert report.findings == ()
+
+
+def test_the_optimizer_of_a_finding_is_that_of_the_ledger():
+    """Numbered as their attempts are, one that was skipped first included."""
+    model, grad_scaler = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}), scaler()
+    other = mlp()
+    a, b = (SGD(model[name].parameters(), lr=0.01) for name in "ab")
+    session = ChecksSession(model, scaler=grad_scaler)
+    session.register_update_ratio_check(bounds=(1e9, None))
+    with session:
+        train(other, steps=1)
+        loss = model["a"](batch()).sum() * float("inf") + model["b"](batch()).sum()
+        grad_scaler.scale(loss).backward()
+        grad_scaler.step(a)
+        grad_scaler.step(b)
+        grad_scaler.update()
+    (finding,) = session.report().findings
+    assert finding.names == ("b.weight", "b.bias")
+    assert finding.moment.optimizer == 1
+    assert [one["skipped"] for one in session.report().ledgers["scale"]["optimizers"]] == [1, 0]
+
+
+def test_the_watchdog_sleeps_in_a_pause():
+    """However many backwards there are in it."""
+    model = mlp()
+    with ChecksSession(model, scaler=None, accumulation_steps=1) as session, session.paused():
+        for _ in range(8):
+            model(batch()).sum().backward()
+    assert session.report().ledgers["watchdog"]["num_trips"] == 0

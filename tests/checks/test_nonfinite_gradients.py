@@ -173,6 +173,30 @@ def test_a_closure_is_looked_at_after_it_ran_and_before_the_write():
     assert session.report().ledgers["watchdog"]["num_trips"] == 0
 
 
+def test_a_step_that_is_given_a_closure_writes_nothing_of_it():
+    """As Lightning steps: the gradients of the step before are not what is looked at."""
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with _watched(model, optimizer, scaler=None) as session:
+        for step in range(3):
+
+            def closure(factor=INF if step == 2 else 1.0):
+                optimizer.zero_grad()
+                loss = model(batch()).square().mean() * factor
+                loss.backward()
+                return loss
+
+            before = _copies(model)
+            if step == 2:
+                with pytest.raises(CheckViolationError):
+                    optimizer.step(closure)
+                assert _equal(model, before)
+            else:
+                assert optimizer.step(closure=closure) is not None
+                assert not _equal(model, before)
+    assert session.report().counters["accepted_steps"] == 2
+
+
 def test_an_optimizer_is_looked_at_with_its_own_parameters_only():
     """A NaN that stands in the discriminator does not stop the generator."""
     model = nn.ModuleDict({"g": nn.Linear(4, 4), "d": nn.Linear(4, 4)})

@@ -138,7 +138,8 @@ class SiteVisitor:
             return
         self.fire_counts.update(fired)
         attempts.backward_ended()
-        self._speak(self._watchdog.backward())
+        if self.enabled:
+            self._speak(self._watchdog.backward())
         if not self.enabled or not self._after_backward:
             return
         with self._visit("backward_ended") as runs:
@@ -193,7 +194,8 @@ class SiteVisitor:
                 judges = self._ask(self._before, "before_write", look)
                 self._copy_wanted(look)
                 self._settle(judges)
-                self._look = look
+                # What is raised for is not written, and nothing of it is to be kept.
+                self._look = None if self._to_raise else look
         self._raise()
 
     def after_write(self, optimizer: Optimizer) -> None:
@@ -219,8 +221,9 @@ class SiteVisitor:
 
     def step_skipped(self) -> None:
         """Takes that the loss scaler skipped a step; it never raises (training thread, hot path)."""
-        self._speak(self._watchdog.skipped())
-        self.settle()
+        if self.enabled:
+            self._speak(self._watchdog.skipped())
+            self.settle()
 
     def settle(self) -> None:
         """Has what waits judged, as where the scaler skipped; it never raises (training thread, hot path)."""
@@ -395,7 +398,7 @@ class SiteVisitor:
         found_inf: object = getattr(optimizer, "found_inf", None)
         return StepLook(
             optimizer=optimizer,
-            moment=self._moment(attempts, None if known is None else known.key),
+            moment=self._moment(attempts, None if known is None else attempts.clock.ordinal_of(known.key)),
             positions=self._positions(optimizer),
             reading=self.reading,
             inventory=self._inventory,

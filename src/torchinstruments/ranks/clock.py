@@ -116,6 +116,10 @@ class StepClock:
         """Names the optimizer of the outermost step that seems to run."""
         return None if self._running is None else self._running.key
 
+    def ordinal_of(self, optimizer_key: int) -> int:
+        """Returns the ordinal that an optimizer's records have, or will have if it steps next (hot path)."""
+        return self._ordinals.ordinal(optimizer_key)
+
     @property
     def in_boundary(self) -> bool:
         """Whether the program has said where the open attempt began."""
