@@ -16,38 +16,28 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from torchinstruments import environment
 from torchinstruments.checks.accumulation import AccumulationSite
 from torchinstruments.checks.attempts import Attempts, OwnAttempts
-from torchinstruments.checks.change import ChangeCheck
 from torchinstruments.checks.check import Check, Ground
 from torchinstruments.checks.clip_ledger import ClipLedger
-from torchinstruments.checks.findings import EvidenceKind, Finding, FindingStore
-from torchinstruments.checks.frozen import FrozenCheck
+from torchinstruments.checks.disclosures import of_model
+from torchinstruments.checks.findings import Finding, FindingStore
 from torchinstruments.checks.inventory import Inventory
-from torchinstruments.checks.magnitude import MagnitudeCheck
 from torchinstruments.checks.measures import local_numel
-from torchinstruments.checks.nonfinite_gradients import NonfiniteGradientCheck
-from torchinstruments.checks.nonfinite_parameters import NonfiniteParameterCheck
 from torchinstruments.checks.overhead import hook_s, num_bytes, scan_s
+from torchinstruments.checks.registrars import Registrars
 from torchinstruments.checks.registration import (
-    action_of,
-    bounds_of,
     cadence_of,
-    choice_of,
-    flag_of,
-    names_of,
     positive_of,
-    window_of,
 )
 from torchinstruments.checks.replicated import reduced_by_ddp, reduced_in_place
 from torchinstruments.checks.report import CheckReport, frozen
 from torchinstruments.checks.scale_ledger import ScaleLedger
 from torchinstruments.checks.shared_attempts import SharedAttempts, shared_attempts
 from torchinstruments.checks.stepping import StepSite
-from torchinstruments.checks.sustained import WARN_WINDOW
-from torchinstruments.checks.update_ratio import UpdateRatioCheck
 from torchinstruments.checks.visitor import SiteVisitor
 from torchinstruments.checks.watchdog import Watchdog
 from torchinstruments.config import UNSET, Unset
@@ -60,12 +50,11 @@ from torchinstruments.warning_place import warn_user
 __all__ = ["ChecksSession"]
 
 _MAX_NUMBER = 2**63 - 1
-_MAX_LISTED = 20
 _KEPT_AT_MOST_EVERY_S = 60.0
 _DURABLE_WITHIN_S = 10.0
 
 
-class ChecksSession:
+class ChecksSession(Registrars):
     """Watches the gradients, updates and parameters of one model while it trains.
 
     Args:
@@ -90,6 +79,7 @@ class ChecksSession:
         clip_norm: float | None = None,
         accumulation_steps: int | None = None,
     ) -> None:
+        super().__init__(Inventory(_checked_model(model)))
         self._model = model
         self._optimizers = _optimizers_of(optimizer)
         self._scaler = scaler
@@ -97,9 +87,7 @@ class ChecksSession:
         self._accumulation_steps = (
             None if accumulation_steps is None else cadence_of(accumulation_steps, "accumulation_steps")
         )
-        self._inventory = Inventory(_checked_model(model))
         self._holder = model if isinstance(model, nn.Module) else _holder_of(model)
-        self._checks: list[Check] = []
         self._store = FindingStore()
         self._ledger = ScaleLedger(self._take_record)
         self._clip = ClipLedger(self._clip_norm)
@@ -121,133 +109,11 @@ class ChecksSession:
         self._explicit: dict[str, int] = {"attempts": 0, "accepted": 0, "skipped": 0, "unknown": 0}
         self._boundary: dict[str, object] = {"declared": 0, "mismatches": 0, "first_mismatch": None}
 
-    def register_change_check(
-        self,
-        *,
-        within: Sequence[str] | None = None,
-        window: tuple[int, int] = WARN_WINDOW,
-        every: int = 1,
-        action: str = "warn",
-    ) -> None:
-        """Watches whether parameters receive gradients: none, or exactly zero, in m of the last n steps.
-
-        Args:
-            within: Names, aliases or patterns with ``*``; None for every parameter.
-            window: ``(m, n)``. A finding comes once, and again only after n steps with gradients.
-            every: Applied steps of an optimizer between two observations.
-            action: ``raise`` (after the write), ``warn`` or ``collect``.
-
-        Raises:
-            ConfigurationError: An argument is not possible, or a name is not the model's.
-            CheckLifecycleError: The session is attached.
-        """
-        names = self._names("within", within)
-        self._register(ChangeCheck(names, window_of(window), cadence_of(every), action_of(action)))
-
-    def register_frozen_check(
-        self, names: Sequence[str], *, evidence: str = "clone", every: int = 1, action: str = "raise"
-    ) -> None:
-        """Compares tensors that must not change with what they were at attach, after every step.
-
-        Args:
-            names: Names, aliases or patterns with ``*``, of parameters or buffers.
-            evidence: ``clone`` keeps a copy; ``digest`` keeps 8 bytes a tensor and reads all of it.
-            every: Steps between two comparisons.
-            action: ``raise`` (after the write), ``warn`` or ``collect``.
-
-        Raises:
-            ConfigurationError: An argument is not possible, or a name is not the model's.
-            CheckLifecycleError: The session is attached.
-        """
-        chosen = self._names("names", () if names is None else names)
-        assert chosen is not None
-        kind = EvidenceKind(choice_of("evidence", evidence, ["clone", "digest"]))
-        self._register(FrozenCheck(chosen, kind, cadence_of(every), action_of(action)))
-
-    def register_update_ratio_check(
-        self,
-        *,
-        within: Sequence[str] | None = None,
-        bounds: tuple[float | None, float | None] | None = None,
-        every: int = 1,
-        action: str = "collect",
-    ) -> None:
-        """Measures how far a step moves parameters against their size; the report has every value.
-
-        Args:
-            within: Names, aliases or patterns with ``*``; None for every parameter.
-            bounds: What ``|after - before| / |before|`` may be, either side None; None judges nothing.
-            every: Applied steps of an optimizer between two looks. The copies are kept in between.
-            action: ``raise`` (after the write), ``warn`` (sustained) or ``collect``.
-
-        Raises:
-            ConfigurationError: An argument is not possible, or a name is not the model's.
-            CheckLifecycleError: The session is attached.
-        """
-        names = self._names("within", within)
-        band = bounds_of("bounds", bounds)
-        self._register(UpdateRatioCheck(names, band, cadence_of(every), action_of(action)))
-
-    def register_magnitude_check(
-        self,
-        *,
-        vanishing_threshold: float = 1e-7,
-        exploding_threshold: float = 1e4,
-        within: Sequence[str] | None = None,
-        every: int = 1,
-        action: str = "collect",
-    ) -> None:
-        """Judges L2 norms of gradients before clipping, in unscaled units, one parameter at a time.
-
-        Args:
-            vanishing_threshold: Below it a norm that is not zero vanishes.
-            exploding_threshold: Above it a norm explodes.
-            within: Names, aliases or patterns with ``*``; None for every parameter.
-            every: Attempts between two looks.
-            action: ``raise`` (before the write), ``warn`` (sustained) or ``collect``.
-
-        Raises:
-            ConfigurationError: An argument is not possible, or a name is not the model's.
-            CheckLifecycleError: The session is attached.
-        """
-        names = self._names("within", within)
-        low = positive_of("vanishing_threshold", vanishing_threshold)
-        high = positive_of("exploding_threshold", exploding_threshold)
-        if low >= high:
-            raise ConfigurationError(
-                f"vanishing_threshold={low!r} and exploding_threshold={high!r} are not possible together; "
-                f"give a lower one for vanishing"
-            )
-        self._register(MagnitudeCheck(low, high, names, cadence_of(every), action_of(action)))
-
-    def register_nonfinite_grad_check(self, *, action: str = "raise") -> None:
-        """Looks for NaN and infinity in gradients: collects them where they arise, raises before the write.
-
-        Args:
-            action: What is done before a write: ``raise``, ``warn`` or ``collect``.
-
-        Raises:
-            ConfigurationError: The action is none of these.
-            CheckLifecycleError: The session is attached.
-        """
-        self._register(NonfiniteGradientCheck(action_of(action)))
-
-    def register_nonfinite_param_check(
-        self, *, every: int = 1, include_buffers: bool = True, action: str = "raise"
-    ) -> None:
-        """Scans parameters and buffers for NaN and infinity, after the write.
-
-        Args:
-            every: Applied steps of an optimizer between two scans.
-            include_buffers: Whether buffers are scanned too.
-            action: What is done: ``raise``, ``warn`` or ``collect``.
-
-        Raises:
-            ConfigurationError: An argument is not possible.
-            CheckLifecycleError: The session is attached.
-        """
-        buffers = flag_of("include_buffers", include_buffers)
-        self._register(NonfiniteParameterCheck(cadence_of(every), action_of(action), include_buffers=buffers))
+    @property
+    @override
+    def is_attached(self) -> bool:
+        """Whether it watches."""
+        return self._visitor is not None
 
     def attach(self) -> Self:
         """Begins to watch: a hook for each parameter, two for all optimizers, two on the model.
@@ -442,27 +308,6 @@ class ChecksSession:
             "estimated_snapshot_bytes": self.estimated_snapshot_bytes,
         }
 
-    def _register(self, check: Check) -> None:
-        """Takes a check that a registrar made.
-
-        Raises:
-            CheckLifecycleError: The session is attached.
-        """
-        if self._visitor is not None:
-            raise CheckLifecycleError(f"register {check.name} before the session is attached")
-        self._checks.append(check)
-
-    def _names(self, argument: str, value: object) -> tuple[str, ...] | None:
-        """Returns names that all stand for something in the model as it is now.
-
-        Raises:
-            ConfigurationError: One does not.
-        """
-        names = names_of(argument, value)
-        if names is not None:
-            self._inventory.resolve(names, argument)
-        return names
-
     def _make_report(self, reason: str) -> CheckReport:
         if self._visitor is not None:
             self._visitor.settle()
@@ -530,22 +375,8 @@ class ChecksSession:
         }
 
     def _disclosures(self) -> dict[str, object]:
-        parameters = self._inventory.parameters
-        still = [entry.name for entry in parameters if not entry.tensor.requires_grad]
-        model = self._model
-        modules = list(model.named_modules()) if isinstance(model, nn.Module) else []
-        in_eval = [name for name, module in modules if not module.training]
         return {
-            "membership": {
-                "num_parameters": len(parameters),
-                "num_requires_grad_false": len(still),
-                "requires_grad_false": still[:_MAX_LISTED],
-            },
-            "train_eval": {
-                "model_training": model.training if isinstance(model, nn.Module) else None,
-                "num_eval_mode_modules": len(in_eval),
-                "eval_mode_modules": in_eval[:_MAX_LISTED],
-            },
+            **of_model(self._model, self._inventory),
             "optimizers": None
             if self._optimizers is None
             else [type(optimizer).__name__ for optimizer in self._optimizers],
