@@ -15,7 +15,6 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchinstruments import environment
@@ -33,17 +32,19 @@ from torchinstruments.checks.registration import (
     cadence_of,
     positive_of,
 )
+from torchinstruments.checks.relays import SkipRelay, weakly
 from torchinstruments.checks.replicated import reduced_by_ddp, reduced_in_place
 from torchinstruments.checks.report import CheckReport, frozen
 from torchinstruments.checks.scale_ledger import ScaleLedger
 from torchinstruments.checks.shared_attempts import SharedAttempts, shared_attempts
 from torchinstruments.checks.stepping import StepSite
+from torchinstruments.checks.targets import checked_model, holder_of, optimizers_of
 from torchinstruments.checks.visitor import SiteVisitor
 from torchinstruments.checks.watchdog import Watchdog
 from torchinstruments.config import UNSET, Unset
-from torchinstruments.errors import CheckLifecycleError, ConfigurationError
+from torchinstruments.errors import CheckLifecycleError
 from torchinstruments.ranks.loss_scale import DeclaredScale
-from torchinstruments.ranks.optimizers import StepListener, unwrapped
+from torchinstruments.ranks.optimizers import StepListener
 from torchinstruments.records import AttemptRecord, ClosedAttempt, Outcome, error_text
 from torchinstruments.warning_place import warn_user
 
@@ -79,15 +80,15 @@ class ChecksSession(Registrars):
         clip_norm: float | None = None,
         accumulation_steps: int | None = None,
     ) -> None:
-        super().__init__(Inventory(_checked_model(model)))
+        super().__init__(Inventory(checked_model(model)))
         self._model = model
-        self._optimizers = _optimizers_of(optimizer)
+        self._optimizers = optimizers_of(optimizer)
         self._scaler = scaler
         self._clip_norm = None if clip_norm is None else positive_of("clip_norm", clip_norm)
         self._accumulation_steps = (
             None if accumulation_steps is None else cadence_of(accumulation_steps, "accumulation_steps")
         )
-        self._holder = model if isinstance(model, nn.Module) else _holder_of(model)
+        self._holder = model if isinstance(model, nn.Module) else holder_of(model)
         self._store = FindingStore()
         self._ledger = ScaleLedger(self._take_record)
         self._clip = ClipLedger(self._clip_norm)
@@ -136,9 +137,9 @@ class ChecksSession(Registrars):
         ground = Ground(self._inventory, visitor.emit, self._store.add_unavailable, self._clip_norm)
         for check in checks:
             check.attached(ground)
-        attempts = self._make_attempts(_SkipRelay(visitor))
+        attempts = self._make_attempts(SkipRelay(visitor))
         visitor.look_only_at(self._optimizers)
-        site = AccumulationSite(visitor, lambda: attempts.clock.num_forwards, _weakly(self, "_report_error"))
+        site = AccumulationSite(visitor, lambda: attempts.clock.num_forwards, weakly(self, "_report_error"))
         steps = StepSite(visitor)
         visitor.connect(attempts, site, reduced_by_ddp(self._holder, self._inventory))
         visitor.enabled = self._is_enabled
@@ -165,8 +166,8 @@ class ChecksSession(Registrars):
             self._holder,
             self._optimizers,
             listener=relay,
-            on_closed=_weakly(self, "_take_closed"),
-            on_end=_weakly(self, "_keep_report"),
+            on_closed=weakly(self, "_take_closed"),
+            on_end=weakly(self, "_keep_report"),
         )
         if shared is not None:
             self._shared = shared
@@ -176,9 +177,9 @@ class ChecksSession(Registrars):
             self._optimizers,
             self._scaler,
             listener=relay,
-            on_closed=_weakly(self, "_take_closed"),
-            on_error=_weakly(self, "_report_error"),
-            on_notice=_weakly(self, "_notice"),
+            on_closed=weakly(self, "_take_closed"),
+            on_error=weakly(self, "_report_error"),
+            on_notice=weakly(self, "_notice"),
         )
 
     def detach(self) -> None:
@@ -466,83 +467,10 @@ class ChecksSession(Registrars):
         )
 
 
-class _SkipRelay:
-    """Tells a visitor of skipped steps; what begins and ends is seen by hooks of its own, which may raise."""
-
-    def __init__(self, visitor: SiteVisitor) -> None:
-        self._visitor = weakref.ref(visitor)
-
-    def step_began(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        """Takes nothing."""
-
-    def step_ended(self, optimizer: Optimizer) -> None:
-        """Takes nothing."""
-
-    def step_skipped(self, optimizer: Optimizer) -> None:  # noqa: ARG002 - whose it was is in the ledger
-        """Has what the backwards of a skipped attempt left judged (training thread, hot path)."""
-        visitor = self._visitor()
-        if visitor is not None:
-            visitor.step_skipped()
-
-
-class _weakly:  # noqa: N801 - reads as the adverb it is
-    """Calls a method of an object that it does not keep alive.
-
-    Args:
-        owner: The object.
-        name: Of its method.
-    """
-
-    __slots__ = ("_name", "_owner")
-
-    def __init__(self, owner: object, name: str) -> None:
-        self._owner = weakref.ref(owner)
-        self._name = name
-
-    def __call__(self, *args: object, **kwargs: object) -> None:
-        """Calls it, where the object lives."""
-        owner = self._owner()
-        if owner is not None:
-            getattr(owner, self._name)(*args, **kwargs)
-
-
 def _detach_all(attempts: Attempts, site: AccumulationSite, steps: StepSite) -> None:
     steps.detach()
     site.detach()
     attempts.detach()
-
-
-def _checked_model(model: object) -> nn.Module | Mapping[str, torch.Tensor]:
-    if isinstance(model, nn.Module):
-        return model
-    if isinstance(model, Mapping) and all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
-        return model
-    raise ConfigurationError(
-        f"model={type(model).__name__} cannot be watched; give a torch.nn.Module, or a mapping from names to "
-        f"tensors"
-    )
-
-
-def _optimizers_of(optimizer: object) -> tuple[Optimizer, ...] | None:
-    if optimizer is None:
-        return None
-    given = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
-    found = [unwrapped(one) for one in given]
-    chosen = [one for one in found if one is not None]
-    if not found or len(chosen) < len(found):
-        raise ConfigurationError(
-            f"optimizer={optimizer!r} is no torch.optim.Optimizer; give one, or a list of them, or leave it "
-            f"out to watch every optimizer of the model"
-        )
-    return tuple(chosen)
-
-
-def _holder_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Returns a module that has the tensors of a mapping, to be asked whether an optimizer has one."""
-    holder = nn.Module()
-    for name, tensor in tensors.items():
-        holder._parameters[name] = tensor  # type: ignore[assignment]  # noqa: SLF001 - may be no Parameter
-    return holder
 
 
 def _shown_scaler(scaler: DeclaredScale) -> object:
