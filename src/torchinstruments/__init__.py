@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING
 from torchinstruments._version import __version__
 
 if TYPE_CHECKING:
-    from torchinstruments import merge, records, store, testing
+    from torchinstruments import checks, merge, records, store, testing
     from torchinstruments.api import has_observer, inject_observer, remove_observer
     from torchinstruments.config import ErrorPolicy, HistoryConfig, RankPolicy
     from torchinstruments.errors import (
+        CheckLifecycleError,
+        CheckViolationError,
         ConfigurationError,
         ObserverAlreadyAttachedError,
         RunFormatError,
@@ -102,6 +104,8 @@ _HOMES = {
     "MetricLogger": "sinks.metric_logger",
     "SnapshotSink": "sinks.snapshots",
     "CompositeSink": "sinks.composite",
+    "CheckLifecycleError": "errors",
+    "CheckViolationError": "errors",
     "TorchInstrumentsError": "errors",
     "WorkerLostError": "errors",
     "ConfigurationError": "errors",
@@ -112,7 +116,7 @@ _HOMES = {
     "StorageUnreachableError": "errors",
     "RunFormatError": "errors",
 }
-_MODULES = ("records", "merge", "store", "testing")
+_MODULES = ("records", "checks", "merge", "store", "testing")
 
 __all__ = [
     "inject_observer",
@@ -152,6 +156,8 @@ __all__ = [
     "MetricLogger",
     "SnapshotSink",
     "CompositeSink",
+    "CheckLifecycleError",
+    "CheckViolationError",
     "TorchInstrumentsError",
     "WorkerLostError",
     "ConfigurationError",
@@ -162,6 +168,7 @@ __all__ = [
     "StorageUnreachableError",
     "RunFormatError",
     "records",
+    "checks",
     "merge",
     "store",
     "testing",

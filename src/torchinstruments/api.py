@@ -325,7 +325,7 @@ def _attach(
         forcing=_forcing(mode, policy, sampler, faults),
     )
     session.finish_with(weakref.WeakMethod(probe.tell_open_attempt))
-    session.fetch_with(clock.overdue)
+    session.fetch_with(probe.attempts.overdue)
     session.count_with(probe.counters)
     observer = Observer(probe)
     try:

@@ -11,6 +11,8 @@
     |   +-- StorageUnreachableError             no answer in time, or an answer that may pass
     +-- RunFormatError (ValueError)             what lies there is not a run that this version reads
     +-- WorkerLostError (RuntimeError)          a worker of a merge died, as often as its task was tried
+    +-- CheckLifecycleError (RuntimeError)      a session of checks that is attached twice
+    +-- CheckViolationError (RuntimeError)      a check that was asked to raise found something
 
 A message is one sentence: the value, what is allowed, and the way out.
 """
@@ -19,6 +21,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 __all__ = [
+    "CheckLifecycleError",
+    "CheckViolationError",
     "ConfigurationError",
     "ObserverAlreadyAttachedError",
     "RunFormatError",
@@ -72,3 +76,19 @@ class RunFormatError(TorchInstrumentsError, ValueError):
 
 class WorkerLostError(TorchInstrumentsError, RuntimeError):
     """A thread, process or machine that did a part of a merge was lost, as often as that part was tried."""
+
+
+class CheckLifecycleError(TorchInstrumentsError, RuntimeError):
+    """A session of checks was attached while it is attached, or changed when that is too late."""
+
+
+class CheckViolationError(TorchInstrumentsError, RuntimeError):
+    """A check that was asked to raise found something.
+
+    Attributes:
+        fields: ``code``, ``finding``, ``names``, ``attempt``, ``accepted_step``, ``remedy`` and ``report``,
+            as plain values.
+    """
+
+    fields: Mapping[str, object] = MappingProxyType({})
+    """What was found, as plain values; ``code`` is stable."""

@@ -35,6 +35,7 @@ from torchinstruments.ranks.mesh import MeshPlace
 from torchinstruments.ranks.rendezvous import Agreement
 from torchinstruments.ranks.timetable import ScheduleThread, schedule
 from torchinstruments.records import (
+    ChecksRecord,
     ClosedAttempt,
     Counters,
     DeferredFingerprints,
@@ -233,6 +234,10 @@ class RunSession:
     def put_modules(self, modules: tuple[ModuleRecord, ...]) -> None:
         """Takes the catalog, anew whenever it changed (training thread)."""
         self._delivery.put_modules(modules)
+
+    def put_checks(self, checks: ChecksRecord) -> None:
+        """Takes what a session of checks has found so far (training thread)."""
+        self._delivery.put_checks(checks)
 
     def put_error(self, error: ErrorRecord) -> None:
         """Takes an error of collection (training thread)."""

@@ -30,6 +30,7 @@ from torchinstruments.observe.sampling import AlwaysSampler, EveryNForwardsSampl
 from torchinstruments.observe.selection import leaf_modules, select_layers
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.records import (
+    ChecksRecord,
     ClosedAttempt,
     Counters,
     DeferredFingerprints,
@@ -68,6 +69,9 @@ class Discarding:
         """Drops them."""
 
     def put_modules(self, modules: tuple[ModuleRecord, ...]) -> None:
+        """Drops them."""
+
+    def put_checks(self, checks: ChecksRecord) -> None:
         """Drops them."""
 
     def put_error(self, error: ErrorRecord) -> None:

@@ -496,6 +496,7 @@ def test_result_is_strict_json_in_a_fixed_order(tmp_path: Path) -> None:
         "steps",
         "replicas",
         "first_nonfinite",
+        "findings",
         "own_work",
         "comparison",
         "layers",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torchinstruments.errors import ConfigurationError, StorageError, TorchInstrumentsError
 from torchinstruments.merge.catalogs import joined_modules
+from torchinstruments.merge.check_findings import CheckFindingsFold
 from torchinstruments.merge.comparison import COMPARISON_FILE, ComparisonFold
 from torchinstruments.merge.comparison_blocks import compare_block
 from torchinstruments.merge.coverage import Coverage, CoverageFold
@@ -36,9 +37,10 @@ from torchinstruments.merge.step_blocks import compare_steps
 from torchinstruments.merge.steps import STEPS_FILE, StepFold
 from torchinstruments.merge.tasks import RankReading, RankTask
 from torchinstruments.records import ModuleRecord
+from torchinstruments.store.checks import FoundChecks
 from torchinstruments.store.documents import GONE
 from torchinstruments.store.filesystem import open_storage
-from torchinstruments.store.inventory import SetAside, read_catalog
+from torchinstruments.store.inventory import SetAside, read_catalog, read_checks
 from torchinstruments.store.layout import MERGED
 from torchinstruments.store.liveness import process_status, store_now_s
 from torchinstruments.store.manifest import encode_document
@@ -145,6 +147,7 @@ def _folded(
             coverage.fired.add(reading.rank, modules, reading)
             coverage.add(reading, of_rank)
             ranks.add(task, reading, modules, of_rank)
+            ranks.check_findings.add_rank(reading.rank, _checks(plan, reading.rank, coverage.set_aside))
             comparison.plan.add_rank(reading.rank, reading.row_spans)
             views += of_rank
             if progress is not None:
@@ -166,6 +169,7 @@ def _folded(
         "steps": ranks.steps.record(),
         "replicas": ranks.replicas.record(),
         "first_nonfinite": ranks.first_nonfinite.record(),
+        "findings": ranks.check_findings.record(),
         "own_work": ranks.own_work.record(),
         "comparison": comparison.record(),
         "layers": layers.records(comparison.of_series(), comparison.combined()),
@@ -200,12 +204,14 @@ class _RankFolds:
         replicas: Whether their replicas are equal.
         first_nonfinite: Which rank went wrong first.
         own_work: Which rank is late by its own work.
+        check_findings: What training checks found.
     """
 
     steps: StepFold = field(default_factory=StepFold)
     replicas: ReplicaFold = field(default_factory=ReplicaFold)
     first_nonfinite: FirstNonfiniteFold = field(default_factory=FirstNonfiniteFold)
     own_work: OwnWorkFold = field(default_factory=OwnWorkFold)
+    check_findings: CheckFindingsFold = field(default_factory=CheckFindingsFold)
 
     def add(
         self,
@@ -248,6 +254,17 @@ def _modules(plan: MergePlan, rank: int, set_aside: list[SetAside]) -> dict[str,
         else:
             catalogs.append(catalog)
     return joined_modules(catalogs)
+
+
+def _checks(plan: MergePlan, rank: int, set_aside: list[SetAside]) -> list[FoundChecks]:
+    documents: list[FoundChecks] = []
+    for file in plan.inventory.ranks[rank].checks:
+        found = read_checks(plan.inventory, file)
+        if isinstance(found, SetAside):
+            set_aside.append(found)
+        else:
+            documents.append(found)
+    return documents
 
 
 def _views(plan: MergePlan, reading: RankReading, now_s: float) -> list[ProcessView]:

@@ -41,8 +41,8 @@ class MergeResult:
 
     Attributes:
         result: ``merged/result.json`` as it was written: ``schema_version``, ``run``, ``coverage``,
-            ``generations``, ``ranks``, ``steps``, ``replicas``, ``first_nonfinite``, ``own_work``,
-            ``comparison``, ``layers``.
+            ``generations``, ``ranks``, ``steps``, ``replicas``, ``first_nonfinite``, ``findings``,
+            ``own_work``, ``comparison``, ``layers``.
         url: Folder that holds ``result.json`` and its tables, without secrets.
         complete: Whether nothing that was expected is missing, and nothing was set aside.
     """

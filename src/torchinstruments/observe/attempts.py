@@ -7,14 +7,28 @@ nothing but its few additions.
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torchinstruments.observe.bypass import Bypass
 from torchinstruments.observe.faults import Faults
 from torchinstruments.ranks.clock import StepClock
-from torchinstruments.records import GradSync, Outbox, Position
+from torchinstruments.records import ClosedAttempt, GradSync, Outbox, Position
 
-__all__ = ["AttemptFeed"]
+__all__ = ["AttemptFeed", "AttemptTap"]
+
+
+class AttemptTap(Protocol):
+    """Who counts on the attempts of an observer without being one. Nothing raises here."""
+
+    def attempts_closed(self, closed: Sequence[ClosedAttempt]) -> None:
+        """Takes attempts that ended (training thread, hot path)."""
+        ...
+
+    def observation_ended(self) -> None:
+        """Takes that no more will come, while documents are still taken (training thread)."""
+        ...
 
 
 class AttemptFeed:
@@ -41,6 +55,32 @@ class AttemptFeed:
         self._noticed: set[str] = set()
         # Whoever could still tell the end of a block holds this: a `with` statement, or the program.
         self._block: weakref.ref[object] | None = None
+        self._taps: tuple[AttemptTap, ...] = ()
+        self._early: deque[ClosedAttempt] = deque()
+
+    @property
+    def clock(self) -> StepClock:
+        """What counts them; it is only read elsewhere (any thread)."""
+        return self._clock
+
+    def tap(self, tap: AttemptTap) -> None:
+        """Has somebody told of attempts too (training thread)."""
+        self._taps = (*self._taps, tap)
+
+    def untap(self, tap: AttemptTap) -> None:
+        """Tells somebody no more. Idempotent (training thread)."""
+        self._taps = tuple([one for one in self._taps if one is not tap])
+
+    def overdue(self, now_s: float) -> tuple[ClosedAttempt, ...]:
+        """As `StepClock.overdue` (writer thread); taps hear of it from the training thread, a little later.
+
+        Args:
+            now_s: Seconds of the clock that the step clock is fed with.
+        """
+        found = self._clock.overdue(now_s)
+        if found and self._taps:
+            self._early.extend(found)
+        return found
 
     @property
     def is_before_every_step(self) -> bool:
@@ -52,8 +92,8 @@ class AttemptFeed:
         now_s = self._now()
         with self._lock:
             started = self._clock.forward_started(grad_enabled=grad_enabled, now_s=now_s, now_us=now_us)
-        if started.closed:
-            self._session.put_attempts(started.closed)
+        if started.closed or self._early:
+            self._put(started.closed)
         return started.position
 
     def forward_ended(self, grad_sync: GradSync, position: Position | None) -> None:
@@ -97,8 +137,7 @@ class AttemptFeed:
             self._notice_ignored()
             return False
         self._block = weakref.ref(block)
-        if closed:
-            self._session.put_attempts(closed)
+        self._put(closed)
         return True
 
     def _notice_ignored(self) -> None:
@@ -121,8 +160,7 @@ class AttemptFeed:
         with self._lock:
             boundary = self._clock.boundary
             closed = self._clock.boundary_left(self._now(), failed=failed)
-        if closed:
-            self._session.put_attempts(closed)
+        self._put(closed)
         if boundary is None or failed:
             return
         declared, seen = boundary.micro_batches_declared, boundary.micro_batches
@@ -141,8 +179,9 @@ class AttemptFeed:
         """
         with self._lock:
             closed = self._clock.close(self._now())
-        if closed:
-            self._session.put_attempts(closed)
+        self._put(closed)
+        for tap in self._taps:
+            tap.observation_ended()
 
     def tell_what_was_lost(self) -> None:
         """Tells of steps that have no row, or came without a forward (training thread, at the end)."""
@@ -166,3 +205,12 @@ class AttemptFeed:
     def disarm(self) -> None:
         """Makes it usable in a forked child, where the lock may be held for ever."""
         self._lock = threading.RLock()
+
+    def _put(self, closed: Sequence[ClosedAttempt]) -> None:
+        """Leaves attempts that ended with the session, and tells taps of them and of those told before."""
+        if closed:
+            self._session.put_attempts(closed)
+        if self._taps and (closed or self._early):
+            early = [self._early.popleft() for _ in range(len(self._early))]
+            for tap in self._taps:
+                tap.attempts_closed([*early, *closed])

@@ -48,6 +48,11 @@ class Observer:
         return f"{type(self).__name__}({self.url!r}, {state}, {measured})"
 
     @property
+    def probe(self) -> RootProbe | None:
+        """What measures the model; None where nothing is observed. It is for the rooms of this package."""
+        return self._probe
+
+    @property
     def url(self) -> str:
         """Where the run lies, without secrets. It may lie beside the folder that was asked for."""
         return self._url if self._probe is None else self._probe.session.url

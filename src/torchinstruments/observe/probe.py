@@ -183,6 +183,16 @@ class RootProbe:
         self._is_finished = False
 
     @property
+    def attempts(self) -> AttemptFeed:
+        """The attempts of the model."""
+        return self._attempts
+
+    @property
+    def companions(self) -> tuple[Companion, ...]:
+        """What watches training beside it: optimizers, scalers."""
+        return self._companions
+
+    @property
     def is_armed(self) -> bool:
         """Whether it is attached and observes."""
         return self._is_armed

@@ -137,10 +137,31 @@ class StepClock:
         """Names the optimizer of the outermost step that seems to run."""
         return None if self._running is None else self._running.key
 
+    def ordinal_of(self, optimizer_key: int) -> int:
+        """Returns the ordinal that an optimizer's records have, or will have if it steps next (hot path)."""
+        return self._ordinals.ordinal(optimizer_key)
+
     @property
     def in_boundary(self) -> bool:
         """Whether the program has said where the open attempt began."""
         return self._in_boundary
+
+    @property
+    def attempt(self) -> int | None:
+        """The attempt that is open; None where none is."""
+        return None if self._window is None else self._window.attempt
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The micro-batch that began last in the open attempt; None where none has."""
+        return (
+            None if self._window is None or not self._window.micro_batches else self._window.micro_batches - 1
+        )
+
+    @property
+    def global_step(self) -> int | None:
+        """The caller's number of the open attempt."""
+        return None if self._window is None else self._window.global_step
 
     @property
     def boundary(self) -> Boundary | None:

@@ -63,6 +63,10 @@ class OptimizerOrdinals:
         self._attempts[key] = attempt + 1
         return self._ordinals[key], attempt
 
+    def ordinal(self, key: int) -> int:
+        """Returns the ordinal of an optimizer, or the one that it would get now (hot path)."""
+        return self._ordinals.get(key, self._num_optimizers)
+
     def forget(self, key: int) -> None:
         """Lets a new optimizer under this key have a new ordinal (any thread)."""
         self._ordinals.pop(key, None)

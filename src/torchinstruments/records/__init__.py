@@ -26,7 +26,7 @@ from torchinstruments.records.codes import (
     Stage,
     StepProvenance,
 )
-from torchinstruments.records.outbox import Counters, ErrorRecord, Outbox
+from torchinstruments.records.outbox import ChecksRecord, Counters, ErrorRecord, Outbox
 from torchinstruments.records.runs import Claim, GenerationRecord, Identity, Member, RunRecord
 from torchinstruments.records.samples import (
     DeferredSample,
@@ -42,6 +42,7 @@ __all__ = [
     "Absent",
     "Amendment",
     "AttemptRecord",
+    "ChecksRecord",
     "Claim",
     "ClosedAttempt",
     "Counters",

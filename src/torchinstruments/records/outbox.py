@@ -8,10 +8,24 @@ from torchinstruments.records.attempts import ClosedAttempt, DeferredFingerprint
 from torchinstruments.records.samples import DeferredSample, ModuleRecord
 
 __all__ = [
+    "ChecksRecord",
     "Counters",
     "ErrorRecord",
     "Outbox",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksRecord:
+    """What a session of checks has found so far: an entry of ``checks-<process>.json``.
+
+    Attributes:
+        session: Ordinal of the session among those of its observer.
+        report: Its report as strict JSON; a later one of the same session replaces it.
+    """
+
+    session: int
+    report: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +101,10 @@ class Outbox(Protocol):
 
     def put_modules(self, modules: tuple[ModuleRecord, ...]) -> None:
         """Takes the catalog, anew whenever it changed (training thread)."""
+        ...
+
+    def put_checks(self, checks: ChecksRecord) -> None:
+        """Takes what a session of checks has found so far (training thread)."""
         ...
 
     def put_error(self, error: ErrorRecord) -> None:

@@ -28,6 +28,7 @@ from queue import Empty, SimpleQueue
 
 from torchinstruments.records import (
     AttemptRecord,
+    ChecksRecord,
     Claim,
     ClosedAttempt,
     DeferredFingerprints,
@@ -47,7 +48,7 @@ from torchinstruments.sinks.outbox import (
     Modules,
     describe,
 )
-from torchinstruments.sinks.sink import RankAware, Sink, TelemetrySink
+from torchinstruments.sinks.sink import ChecksSink, RankAware, Sink, TelemetrySink
 from torchinstruments.sinks.yields import Yield
 
 __all__ = ["EXIT_TIMEOUT_S", "THREAD_NAME", "Delivery", "others_may_train"]
@@ -166,6 +167,11 @@ class Delivery:
         if not self._takes_nothing():
             self._modules = modules
             self._outbox.put_records(Modules(modules))
+
+    def put_checks(self, checks: ChecksRecord) -> None:
+        """Takes what a session of checks has found so far (training thread)."""
+        if not self._takes_nothing():
+            self._outbox.put_records(checks)
 
     def put_error(self, error: ErrorRecord) -> None:
         """Takes an error of collection (training thread)."""
@@ -437,6 +443,10 @@ class Delivery:
         elif isinstance(item, Modules):
             for keeper in self._keepers:
                 self._call(keeper, keeper.modules, item.records)
+        elif isinstance(item, ChecksRecord):
+            for keeper in self._keepers:
+                if isinstance(keeper, ChecksSink):
+                    self._call(keeper, keeper.checks, item)
         elif isinstance(item, ErrorRecord):
             self._keep(item)
         else:
@@ -551,7 +561,7 @@ def _are_complete(item: Attempts) -> bool:
 
 def _num_rows(item: Item) -> int:
     """Returns the rows of ``history`` that an item holds."""
-    if isinstance(item, Attempts | Fingerprints | Modules | ErrorRecord):
+    if isinstance(item, Attempts | Fingerprints | Modules | ChecksRecord | ErrorRecord):
         return 0
     return item.num_scalars
 
@@ -564,6 +574,8 @@ def _contents(item: Item) -> str:
         return f"{item.deferred.num_rows} fingerprints"
     if isinstance(item, Modules):
         return f"the catalog of {len(item.records)} modules"
+    if isinstance(item, ChecksRecord):
+        return "a report of checks"
     if isinstance(item, ErrorRecord):
         return "an error of collection"
     return f"a sample of {item.num_scalars} scalars"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torchinstruments.records import (
     AttemptRecord,
+    ChecksRecord,
     ErrorRecord,
     FingerprintRecord,
     ModuleRecord,
@@ -83,6 +84,10 @@ class RankFolderSink:
     def modules(self, modules: Sequence[ModuleRecord]) -> None:
         """Takes the catalog, anew whenever it changed (writer thread)."""
         self._writer.set_modules(modules)
+
+    def checks(self, checks: ChecksRecord) -> None:
+        """Writes what a session of checks has found so far (writer thread)."""
+        self._writer.write_checks(checks)
 
     def error(self, error: ErrorRecord) -> None:
         """Takes an error for the manifest (writer thread)."""

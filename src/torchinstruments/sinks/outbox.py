@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from torchinstruments.records import (
+    ChecksRecord,
     ClosedAttempt,
     DeferredFingerprints,
     DeferredSample,
@@ -84,7 +85,7 @@ class Dropped:
     fingerprints: int = 0
 
 
-Item: TypeAlias = DeferredSample | Attempts | Fingerprints | Modules | ErrorRecord
+Item: TypeAlias = DeferredSample | Attempts | Fingerprints | Modules | ChecksRecord | ErrorRecord
 
 
 class BoundedOutbox:
@@ -141,7 +142,7 @@ class BoundedOutbox:
                 self._fingerprints += count
                 self._items.append((item, 0, count))
 
-    def put_records(self, item: Attempts | Modules | ErrorRecord) -> None:
+    def put_records(self, item: Attempts | Modules | ChecksRecord | ErrorRecord) -> None:
         """Takes something else than a sample (training thread, hot path)."""
         count = len(item.records) if isinstance(item, Attempts) else 1
         with self._lock:
@@ -190,7 +191,7 @@ def describe(before: Dropped, after: Dropped) -> str:
     parts = (
         (after.deliveries - before.deliveries, "deliveries of samples"),
         (after.scalars - before.scalars, "scalars"),
-        (after.records - before.records, "records of steps, modules or errors"),
+        (after.records - before.records, "records of steps, modules, checks or errors"),
         (after.fingerprints - before.fingerprints, "fingerprints"),
     )
     lost = ", ".join(f"{count} {what}" for count, what in parts if count)

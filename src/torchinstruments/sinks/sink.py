@@ -5,6 +5,7 @@ from typing import Protocol, runtime_checkable
 
 from torchinstruments.records import (
     AttemptRecord,
+    ChecksRecord,
     Claim,
     ErrorRecord,
     FingerprintRecord,
@@ -14,7 +15,7 @@ from torchinstruments.records import (
     Sample,
 )
 
-__all__ = ["RankAware", "Sink", "TelemetrySink"]
+__all__ = ["ChecksSink", "RankAware", "Sink", "TelemetrySink"]
 
 
 class Sink(Protocol):
@@ -89,4 +90,13 @@ class TelemetrySink(Sink, Protocol):
         Returns:
             Whether everything is where readers look.
         """
+        ...
+
+
+@runtime_checkable
+class ChecksSink(Protocol):
+    """A sink that also stores what training checks have found."""
+
+    def checks(self, checks: ChecksRecord) -> None:
+        """Takes what a session of checks has found so far (writer thread)."""
         ...

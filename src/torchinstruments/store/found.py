@@ -44,7 +44,7 @@ class ManifestFile:
 
 @dataclass(frozen=True, slots=True)
 class CatalogFile:
-    """A module catalog that has not been read yet; see `read_catalog`.
+    """A module catalog, or a report of checks, that has not been read yet; see `read_catalog`.
 
     Attributes:
         process: 8 hex digits.
@@ -92,6 +92,7 @@ class RankInventory:
         rank: The rank.
         manifests: By generation, then process.
         catalogs: By process.
+        checks: Reports of checks, by process.
         parts: Table to its parts, in the order of writing: by generation (a process without a readable
             manifest comes last), process and sequence.
     """
@@ -100,6 +101,7 @@ class RankInventory:
     manifests: tuple[ManifestFile, ...]
     catalogs: tuple[CatalogFile, ...]
     parts: Mapping[str, tuple[PartFile, ...]]
+    checks: tuple[CatalogFile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

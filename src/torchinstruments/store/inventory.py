@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from torchinstruments.errors import RunFormatError
 from torchinstruments.store.catalog import ModuleCatalog, decode_catalog
+from torchinstruments.store.checks import FoundChecks, decode_checks
 from torchinstruments.store.documents import UnusableFileError, decode_document, read_document
 from torchinstruments.store.found import (
     CatalogFile,
@@ -32,6 +33,7 @@ __all__ = [
     "RankInventory",
     "SetAside",
     "read_catalog",
+    "read_checks",
     "take_inventory",
 ]
 
@@ -83,6 +85,25 @@ def read_catalog(inventory: Inventory, file: CatalogFile) -> ModuleCatalog | Set
     if catalog.run_id != inventory.run.run_id:
         return SetAside(file.source, file.path, "foreign_run")
     return catalog
+
+
+def read_checks(inventory: Inventory, file: CatalogFile) -> FoundChecks | SetAside:
+    """Reads one process's report of checks (offline).
+
+    Returns:
+        The report, or why it is set aside.
+
+    Raises:
+        StorageError: The store did not answer.
+    """
+    try:
+        data = read_document(inventory.storages[file.source], file.path, file.size_bytes)
+        found = decode_document(data, decode_checks)
+    except UnusableFileError as error:
+        return SetAside(file.source, file.path, error.reason)
+    if found.run_id != inventory.run.run_id:
+        return SetAside(file.source, file.path, "foreign_run")
+    return found
 
 
 def _require_one_run(folders: Sequence[ListedFolder]) -> None:

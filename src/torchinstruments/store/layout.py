@@ -5,7 +5,7 @@
     run.json  generations/000.json
     rank-000/process-1a2b3c4d.json  rank-000/modules-1a2b3c4d.json
     rank-000/history.parts/part-1a2b3c4d-000000.parquet  (samples, steps, fingerprints alike)
-    rank-000/result.json  rank-000/index.md
+    rank-000/checks-1a2b3c4d.json  rank-000/result.json  rank-000/index.md
     rank-000/tensorboard/events.out.tfevents.1700000000.host.1a2b3c4d.000000
     merged/result.json  merged/summary.parquet  merged/steps.parquet
 
@@ -26,10 +26,12 @@ __all__ = [
     "TABLES",
     "TENSORBOARD",
     "PartName",
+    "checks_file",
     "generation_file",
     "is_rank_folder_beyond",
     "manifest_file",
     "modules_file",
+    "parse_checks",
     "parse_generation",
     "parse_manifest",
     "parse_modules",
@@ -56,6 +58,7 @@ _RANK = re.compile(r"rank-(\d{3,})")
 _PART = re.compile(r"part-([0-9a-f]{8})-(\d{6,})\.parquet")
 _MANIFEST = re.compile(r"process-([0-9a-f]{8})\.json")
 _MODULES = re.compile(r"modules-([0-9a-f]{8})\.json")
+_CHECKS = re.compile(r"checks-([0-9a-f]{8})\.json")
 _GENERATION = re.compile(r"(\d{3,})\.json")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -110,6 +113,17 @@ def manifest_file(folder: str, process: str) -> str:
 def parse_manifest(name: str) -> str | None:
     """Returns the process that a manifest's file name tells, or None."""
     match = _MANIFEST.fullmatch(name)
+    return match[1] if match else None
+
+
+def checks_file(folder: str, process: str) -> str:
+    """Returns the path of what a process's training checks have found."""
+    return _join(folder, f"checks-{process}.json")
+
+
+def parse_checks(name: str) -> str | None:
+    """Returns the process that the file name of a report of checks tells, or None."""
+    match = _CHECKS.fullmatch(name)
     return match[1] if match else None
 
 

@@ -87,6 +87,12 @@ class FileSorter:
         self._generation_files: list[LocatedFile] = []
         self._manifest_files: list[LocatedFile] = []
         self._catalog_files: list[LocatedFile] = []
+        self._checks_files: list[LocatedFile] = []
+        self._documents = (
+            (layout.parse_manifest, self._manifest_files),
+            (layout.parse_modules, self._catalog_files),
+            (layout.parse_checks, self._checks_files),
+        )
         self._part_files: list[tuple[LocatedFile, str, layout.PartName]] = []
         self._manifests: dict[str, list[ManifestFile]] = {}
         self._generations: list[GenerationRecord] = []
@@ -122,12 +128,10 @@ class FileSorter:
             return self._take_part(file, folder, last.removesuffix(_PARTS))
         if file.folder and layout.parse_rank_folder(file.folder) is None:
             return False  # merged/, tensorboard/, another run beside this one, whatever the user keeps here
-        if layout.parse_manifest(file.name) is not None:
-            self._manifest_files.append(file)
-            return True
-        if layout.parse_modules(file.name) is not None:
-            self._catalog_files.append(file)
-            return True
+        for parsed, taken in self._documents:
+            if parsed(file.name) is not None:
+                taken.append(file)
+                return True
         if file.folder and not _is_known(file.name):
             self._note_strange(file)
         return file.folder == "" and file.name == layout.RUN_FILE
@@ -220,6 +224,11 @@ class FileSorter:
             process = layout.parse_modules(file.name) or ""
             catalog = CatalogFile(process, file.source, file.info.path, file.info.size_bytes)
             catalogs.setdefault(self._rank_of(file.folder, process), []).append(catalog)
+        checks: dict[int, list[CatalogFile]] = {}
+        for file in self._checks_files:
+            process = layout.parse_checks(file.name) or ""
+            report = CatalogFile(process, file.source, file.info.path, file.info.size_bytes)
+            checks.setdefault(self._rank_of(file.folder, process), []).append(report)
         parts = self._parts()
         return {
             rank: RankInventory(
@@ -227,8 +236,9 @@ class FileSorter:
                 manifests=tuple(sorted(manifests.get(rank, ()), key=_by_generation)),
                 catalogs=tuple(sorted(catalogs.get(rank, ()), key=_by_process)),
                 parts=parts.get(rank, {}),
+                checks=tuple(sorted(checks.get(rank, ()), key=_by_process)),
             )
-            for rank in sorted({*manifests, *catalogs, *parts})
+            for rank in sorted({*manifests, *catalogs, *parts, *checks})
         }
 
     def _parts(self) -> dict[int, dict[str, tuple[PartFile, ...]]]:

@@ -17,11 +17,13 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 
+import msgspec
 import pyarrow as pa
 
 from torchinstruments.config import HistoryConfig
 from torchinstruments.records import (
     AttemptRecord,
+    ChecksRecord,
     Claim,
     Counters,
     ErrorRecord,
@@ -34,6 +36,7 @@ from torchinstruments.records import (
 from torchinstruments.store import layout, schema
 from torchinstruments.store.buffering import HistoryBuffer, RecordBuffer, SampleTallies, num_rows
 from torchinstruments.store.catalog import ModuleCatalog
+from torchinstruments.store.checks import ChecksDocument
 from torchinstruments.store.clocks import Clock, SystemClock
 from torchinstruments.store.columns import (
     Columns,
@@ -127,6 +130,7 @@ class RankWriter:
         self._documents = RankDocuments(identity, claim, config.window)
         self._spool_path = spool_path
         self._modules: tuple[ModuleRecord, ...] = ()
+        self._checks: dict[int, bytes] = {}
         self._errors: deque[ErrorRecord] = deque(maxlen=MAX_ERRORS)
         self._error_counts: Counter[str] = Counter()
         self._histograms_missing: Counter[str] = Counter()
@@ -176,6 +180,19 @@ class RankWriter:
         if found != self._modules:
             self._modules = found
             self._catalog_due_s = self._catalog_not_before_s
+
+    def write_checks(self, checks: ChecksRecord) -> None:
+        """Writes what a session of checks has found so far, beside what others have."""
+        self._checks[checks.session] = checks.report
+        document = ChecksDocument(
+            schema_version=schema.SCHEMA_VERSION,
+            run_id=self._claim.run_id,
+            generation=self._claim.generation,
+            rank=self._identity.rank,
+            process=self._identity.process,
+            sessions=tuple([msgspec.Raw(report) for report in self._checks.values()]),
+        )
+        self._write_document(layout.checks_file("", self._identity.process), document)
 
     def add_sample(self, sample: Sample) -> None:
         """Takes one delivery of a sample."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchinstruments.checks.stepping import WatchedClosure
 from torchinstruments.observe.direct import ForwardOverride
 from torchinstruments.observe.slots import CallSlot
 from torchinstruments.ranks.scaler_methods import USER_CALL_CODE
@@ -48,6 +49,7 @@ _PASSES_ON = (
     USER_CALL_CODE,
     CallSlot._run_below.__code__,  # noqa: SLF001 - a fact about the package that is guarded
     ForwardOverride._run.__code__,  # noqa: SLF001 - the same
+    WatchedClosure.__call__.__code__,
 )
 _NOT_BEGINNINGS = ("_is_", "_make_")
 _NOT_ENDS = ("_meta", "_setup_context", "_backward")

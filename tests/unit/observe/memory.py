@@ -23,6 +23,7 @@ from torchinstruments.observe.stance import Forcing
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.records import (
     AttemptRecord,
+    ChecksRecord,
     ClosedAttempt,
     Counters,
     DeferredFingerprints,
@@ -48,6 +49,7 @@ class MemorySession:
         self.fingerprints: list[FingerprintRecord] = []
         self.modules: tuple[ModuleRecord, ...] = ()
         self.errors: list[ErrorRecord] = []
+        self.checks: list[ChecksRecord] = []
         self.begins = begins
         self.keeps_histograms = True
         self.num_begun = 0
@@ -88,6 +90,10 @@ class MemorySession:
     def put_modules(self, modules: tuple[ModuleRecord, ...]) -> None:
         """Keeps the catalog."""
         self.modules = modules
+
+    def put_checks(self, checks: ChecksRecord) -> None:
+        """Keeps what checks have found."""
+        self.checks.append(checks)
 
     def put_error(self, error: ErrorRecord) -> None:
         """Keeps an error."""

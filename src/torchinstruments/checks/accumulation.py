@@ -1,0 +1,228 @@
+"""Where gradients are added to: which parameters each backward reached, and when it is over.
+
+One hook a parameter notes its position and does nothing else; everything that costs is done once, at the
+end of the backward, for all of them together. Backwards are told apart by the engine's own number, so that
+two of disjoint parameters are two, and a layer that is used twice is reached once. The inner backwards that
+reentrant checkpointing makes of one are counted as that one.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch._C import _current_graph_task_id as graph_task
+from torch.compiler import is_compiling
+from torch.utils.checkpoint import CheckpointFunction
+from typing_extensions import override
+
+from torchinstruments.checks.inventory import Entry
+from torchinstruments.observe.engine import call_at_end_of_backward
+from torchinstruments.observe.hooks import ParameterHook, take_out
+from torchinstruments.statistics.isolation import unintercepted
+
+__all__ = ["AccumulationSite", "BackwardListener"]
+
+_MAX_OPEN = 64
+_RECOMPUTING = CheckpointFunction.backward.__code__
+
+
+class BackwardListener(Protocol):
+    """Is told of backwards that reach a parameter. Nothing raises here."""
+
+    def backward_began(self) -> None:
+        """Takes the first gradient of a backward (autograd thread, hot path)."""
+        ...
+
+    def backward_ended(self, fired: Sequence[int]) -> None:
+        """Takes which parameters a backward reached, in that order (autograd thread, hot path)."""
+        ...
+
+    def accumulated(self, index: int) -> None:
+        """Takes that a gradient is there, which will not stay what it is (autograd thread, hot path)."""
+        ...
+
+
+class _FireHook(ParameterHook):
+    """Post-accumulate hook of one parameter; it is called for each of them, and so does as little as it can.
+
+    Args:
+        site: Told of the first gradient of a backward; held weakly.
+        index: Of the parameter.
+        fired: What the site keeps of the backwards that run, by the engine's number.
+    """
+
+    __slots__ = ("_fired", "_index")
+
+    def __init__(self, site: "AccumulationSite", index: int, fired: dict[int, list[int]]) -> None:
+        super().__init__(site, index)
+        self._index = index
+        self._fired = fired
+
+    @override
+    def __call__(self, _parameter: torch.Tensor) -> None:
+        if is_compiling():
+            return
+        try:
+            self._fired[graph_task()].append(self._index)
+        except KeyError:
+            super().__call__(_parameter)
+
+
+class _EarlyHook(ParameterHook):
+    """Post-accumulate hook of a parameter whose gradient lies where ranks reduce it: it is looked at here.
+
+    Args:
+        site: Told of every gradient; held weakly.
+        index: Of the parameter.
+    """
+
+    __slots__ = ("_index", "_site")
+
+    def __init__(self, site: "AccumulationSite", index: int) -> None:
+        super().__init__(site, index)
+        self._index = index
+        self._site = weakref.ref(site)
+
+    @override
+    def __call__(self, _parameter: torch.Tensor) -> None:
+        super().__call__(_parameter)
+        site = self._site()
+        if site is not None and not is_compiling():
+            site.look_early(self._index)
+
+
+class AccumulationSite:
+    """The hooks of a session's parameters.
+
+    Args:
+        listener: Told of backwards; held weakly, since parameters outlive every session.
+        num_forwards: Returns how many forwards of the model have begun.
+        on_error: Takes probe and exception.
+    """
+
+    def __init__(
+        self,
+        listener: BackwardListener,
+        num_forwards: Callable[[], int],
+        on_error: Callable[[str, BaseException], None],
+    ) -> None:
+        self.num_too_deep = 0
+        """Hooks that the stack had no room for."""
+        self.num_backwards = 0
+        """Backwards that reached a parameter."""
+        self.num_fires = 0
+        """Gradients that came."""
+        self._listener = weakref.ref(listener)
+        self._num_forwards = num_forwards
+        self._on_error = on_error
+        self._open: dict[int, list[int]] = {}
+        self._last_nested: int | None = None
+        self._hooks: dict[ParameterHook, weakref.ref[torch.Tensor]] = {}
+
+    def attach(
+        self, entries: Sequence[Entry], early: frozenset[int] = frozenset()
+    ) -> list[tuple[Entry, Exception]]:
+        """Puts a hook on each parameter that can have a gradient; returns those that take none.
+
+        Args:
+            entries: The parameters.
+            early: Positions of those whose gradient will not stay what it is until the backward's end.
+        """
+        refused: list[tuple[Entry, Exception]] = []
+        for entry in entries:
+            with unintercepted():
+                may_come = entry.tensor.requires_grad and entry.tensor.is_leaf
+            if not may_come:
+                continue
+            is_early = entry.index in early
+            hook: ParameterHook = (
+                _EarlyHook(self, entry.index) if is_early else _FireHook(self, entry.index, self._open)
+            )
+            # Noted before it is placed, so that an interrupt leaves none that is not known.
+            self._hooks[hook] = weakref.ref(entry.tensor)
+            try:
+                with unintercepted():
+                    entry.tensor.register_post_accumulate_grad_hook(hook)
+            except Exception as error:  # noqa: BLE001 - the others are watched all the same
+                self._hooks.pop(hook, None)
+                refused.append((entry, error))
+        return refused
+
+    def detach(self) -> None:
+        """Takes every hook out again. Idempotent."""
+        for hook, reference in list(self._hooks.items()):
+            tensor = reference()
+            if tensor is not None:
+                take_out(tensor, hook)
+            self._hooks.pop(hook, None)
+        self._open.clear()
+
+    def accumulated(self, target: int) -> None:
+        """Notes that a gradient came; it never raises (autograd thread, hot path)."""
+        task = graph_task()
+        fired = self._open.get(task)
+        if fired is None:
+            fired = self._begin(task)
+        fired.append(target)
+
+    def look_early(self, index: int) -> None:
+        """Has a gradient looked at in its hook; it never raises (autograd thread, hot path)."""
+        listener = self._listener()
+        if listener is None:
+            return
+        try:
+            listener.accumulated(index)
+        except Exception as error:  # noqa: BLE001 - nothing may leave a hook
+            self._on_error("backward", error)
+
+    def forget_unfinished(self) -> None:
+        """Drops backwards that raised, whose end never came (training thread, outside any backward)."""
+        if self._open and graph_task() == -1:
+            self._open.clear()
+
+    def _begin(self, task: int) -> list[int]:
+        if len(self._open) >= _MAX_OPEN:
+            self._open.clear()
+        fired: list[int] = []
+        self._open[task] = fired
+        try:
+            call_at_end_of_backward(partial(self._ended, task))
+            self._count()
+            listener = self._listener()
+            if listener is not None:
+                listener.backward_began()
+        except Exception as error:  # noqa: BLE001 - nothing may leave a hook
+            self._on_error("backward", error)
+        return fired
+
+    def _count(self) -> None:
+        """Counts a backward, those inside a checkpointed one once with it."""
+        is_nested = _is_in_checkpointed_backward()
+        is_known = self._last_nested is not None and self._last_nested == self._num_forwards()
+        if not is_known:
+            self.num_backwards += 1
+        self._last_nested = self._num_forwards() if is_nested else None
+
+    def _ended(self, task: int) -> None:
+        fired = self._open.pop(task, None)
+        listener = self._listener()
+        if fired is None or listener is None:
+            return
+        self.num_fires += len(fired)
+        try:
+            listener.backward_ended(fired)
+        except Exception as error:  # noqa: BLE001 - nothing may leave a callback
+            self._on_error("backward", error)
+
+
+def _is_in_checkpointed_backward() -> bool:
+    """Returns whether the running backward is one that reentrant checkpointing makes inside another."""
+    frame = sys._getframe(1).f_back  # noqa: SLF001 - nothing else tells
+    while frame is not None:
+        if frame.f_code is _RECOMPUTING:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,224 @@
+"""Counts attempts for a session that works alone: the clock of observers, fed by the same adapters.
+
+Micro-batches are forwards of the model with gradients. Where the model is called as a whole they are seen by
+two hooks on it; where it never is (only parts of it are called, or the call is compiled), each backward
+stands for one. Skipped steps come from the loss scaler.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchinstruments.observe.engine import is_in_backward, run_while_traced, tracing
+from torchinstruments.observe.root import RootWatch
+from torchinstruments.observe.stack import num_calls
+from torchinstruments.ranks.clock import StepClock
+from torchinstruments.ranks.loss_scale import DeclaredScale, ScalerWatch
+from torchinstruments.ranks.optimizers import OptimizerWatch, StepListener
+from torchinstruments.ranks.pipelining import learns_shapes
+from torchinstruments.records import ClosedAttempt, GradSync
+
+__all__ = ["Attempts", "OwnAttempts"]
+
+
+class Attempts(Protocol):
+    """What a session counts with: `OwnAttempts`, or those of an observer of the same model.
+
+    Attributes:
+        clock: Says where training stands; only read here.
+        optimizers: Knows the model's optimizers.
+        scale: Knows the loss scale.
+    """
+
+    clock: StepClock
+    optimizers: OptimizerWatch
+    scale: ScalerWatch
+
+    def attach(self) -> None:
+        """Begins to count (training thread)."""
+        ...
+
+    def detach(self) -> None:
+        """Leaves no trace. Idempotent (training thread)."""
+        ...
+
+    def backward_began(self) -> None:
+        """Takes the begin of a backward (autograd thread, hot path)."""
+        ...
+
+    def backward_ended(self) -> None:
+        """Takes the end of a backward (autograd thread, hot path)."""
+        ...
+
+    def boundary_entered(self, global_step: int | None, micro_batches: int | None) -> bool:
+        """Takes that the program says where an attempt begins; False inside another one (training thread)."""
+        ...
+
+    def boundary_left(self, *, failed: bool) -> Sequence[ClosedAttempt]:
+        """Takes that it is over, and returns its records (training thread, hot path)."""
+        ...
+
+
+class OwnAttempts:
+    """The attempts of one model.
+
+    Args:
+        model: Whose they are; held weakly.
+        optimizers: Those that count; None for every one that steps the model's parameters.
+        scaler: What the caller says of the loss scale.
+        listener: Told of steps that a scaler skipped.
+        on_closed: Takes attempts that ended.
+        on_error: Takes probe and exception.
+        on_notice: Takes probe and a sentence.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer] | None,
+        scaler: DeclaredScale,
+        *,
+        listener: StepListener,
+        on_closed: Callable[[Sequence[ClosedAttempt]], None],
+        on_error: Callable[[str, BaseException], None],
+        on_notice: Callable[[str, str], None],
+    ) -> None:
+        self.clock = StepClock(declared_optimizer=optimizers is not None)
+        self.optimizers = OptimizerWatch(
+            self.clock, weakref.ref(model), optimizers, on_error=on_error, listener=listener
+        )
+        self.scale = ScalerWatch(
+            self.clock, self.optimizers, declared=scaler, on_error=on_error, on_notice=on_notice
+        )
+        self._model = weakref.ref(model)
+        self._on_closed = on_closed
+        self._on_error = on_error
+        self._roots = RootWatch(model, takes_input=False)
+        self._lock = threading.RLock()
+        self._depths: dict[int, int] = {}
+        self._sees_forwards = False
+        self._is_attached = False
+        self.num_too_deep = 0
+        """Hooks of the model that the stack had no room for."""
+        self.raised = 0
+        """Nothing is raised on purpose here."""
+
+    def attach(self) -> None:
+        """Begins to count (training thread)."""
+        self._is_attached = True
+        self.optimizers.attach()
+        self.scale.attach()
+        model = self._model()
+        if model is not None and not isinstance(model, torch.jit.ScriptModule):
+            self._roots.attach(model, self)
+
+    def detach(self) -> None:
+        """Leaves no hook, and tells of the attempt that is open. Idempotent."""
+        if not self._is_attached:
+            return
+        self._is_attached = False
+        self._roots.remove()
+        # First: it tells of gradients that were unscaled and never stepped.
+        self.scale.detach()
+        self.optimizers.detach()
+        with self._lock:
+            closed = self.clock.close(time.perf_counter())
+        self._leave(closed)
+
+    def backward_began(self) -> None:
+        """Takes the begin of a backward (autograd thread, hot path)."""
+        if self._sees_forwards:
+            return
+        with self._lock:
+            started = self.clock.forward_started(
+                grad_enabled=True, now_s=time.perf_counter(), now_us=time.time_ns() // 1000
+            )
+            self.clock.forward_ended(time.perf_counter(), GradSync.UNKNOWN, started.position)
+        self._leave(started.closed)
+
+    def backward_ended(self) -> None:
+        """Takes the end of a backward (autograd thread, hot path)."""
+        with self._lock:
+            self.clock.backward_ended(time.perf_counter())
+
+    def boundary_entered(self, global_step: int | None, micro_batches: int | None) -> bool:
+        """Takes that the program says where an attempt begins; False inside another one (training thread)."""
+        with self._lock:
+            closed = self.clock.boundary_entered(
+                time.perf_counter(),
+                time.time_ns() // 1000,
+                global_step=global_step,
+                micro_batches_declared=micro_batches,
+            )
+        if closed is None:
+            return False
+        self._leave(closed)
+        return True
+
+    def boundary_left(self, *, failed: bool) -> Sequence[ClosedAttempt]:
+        """Takes that it is over, and returns its records too (training thread, hot path)."""
+        with self._lock:
+            closed = self.clock.boundary_left(time.perf_counter(), failed=failed)
+        self._leave(closed)
+        return closed
+
+    def root_started(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:  # noqa: ARG002 - the shape of a root observer
+        """Takes the begin of a call of the model; it never raises (training thread, hot path)."""
+        if not self._is_attached or is_in_backward() or tracing() or learns_shapes():
+            return
+        try:
+            thread = threading.get_ident()
+            depth = self._depths.get(thread, 0)
+            if depth > 0 and num_calls(module) > 1:
+                self._depths[thread] = depth + 1
+                return
+            # A depth that is left over is that of a call which was left by an interrupt.
+            self._depths[thread] = 1
+            grad_enabled = torch.is_grad_enabled()
+            self._sees_forwards |= grad_enabled
+            with self._lock:
+                started = self.clock.forward_started(
+                    grad_enabled=grad_enabled, now_s=time.perf_counter(), now_us=time.time_ns() // 1000
+                )
+            self._leave(started.closed)
+        except Exception as error:  # noqa: BLE001 - nothing may leave a hook
+            self._on_error("forward", error)
+
+    def root_ended(self, module: nn.Module, output: object) -> None:  # noqa: ARG002 - the shape of a root observer
+        """Takes the end of a call; it never raises (training thread, hot path)."""
+        thread = threading.get_ident()
+        if not self._is_attached or is_in_backward() or thread not in self._depths:
+            return
+        try:
+            self._depths[thread] -= 1
+            if self._depths[thread] > 0:
+                return
+            del self._depths[thread]
+            with self._lock:
+                self.clock.forward_ended(time.perf_counter(), GradSync.UNKNOWN)
+        except Exception as error:  # noqa: BLE001 - nothing may leave a hook
+            self._on_error("forward", error)
+
+    @run_while_traced
+    def root_exported(self) -> None:
+        """Takes that ``torch.export`` traces a call, which is none; it never raises (exporting thread)."""
+
+    @run_while_traced
+    def root_compiled(self) -> None:
+        """Takes that ``torch.compile`` traces a call; it never raises (compiling thread)."""
+        if not self._is_attached or torch.compiler.is_dynamo_compiling():
+            return
+        try:
+            self._roots.follow(self)
+        except Exception as error:  # noqa: BLE001 - nothing may reach the compiler
+            self._on_error("forward", error)
+
+    def _leave(self, closed: Sequence[ClosedAttempt]) -> None:
+        if closed:
+            self._on_closed(closed)

@@ -1,0 +1,171 @@
+"""The attempts of an observer, for a session of checks on the same model: one clock, one ledger, one folder.
+
+What the observer was told of optimizers and of the loss scale holds for the session too.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from torchinstruments.observe.observer import Observer, observer_of
+from torchinstruments.observe.probe import RootProbe
+from torchinstruments.ranks.loss_scale import ScalerWatch
+from torchinstruments.ranks.optimizers import OptimizerWatch, StepListener
+from torchinstruments.records import ChecksRecord, ClosedAttempt
+
+__all__ = ["SharedAttempts", "shared_attempts"]
+
+_ordinals: "weakref.WeakKeyDictionary[RootProbe, itertools.count[int]]" = weakref.WeakKeyDictionary()
+
+
+class SharedAttempts:
+    """The attempts of an observed model.
+
+    Args:
+        observer: Observes the model.
+        probe: Its probe.
+        optimizers: Its watch of optimizers.
+        scale: Its watch of scalers.
+        listener: Told of steps that a scaler skipped.
+        on_closed: Takes attempts that ended.
+        on_end: Told that the observer is about to close.
+    """
+
+    def __init__(
+        self,
+        observer: Observer,
+        probe: RootProbe,
+        optimizers: OptimizerWatch,
+        scale: ScalerWatch,
+        *,
+        listener: StepListener,
+        on_closed: Callable[[Sequence[ClosedAttempt]], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._feed = probe.attempts
+        self.clock = self._feed.clock
+        self.optimizers = optimizers
+        self.scale = scale
+        self._observer = observer
+        self._probe = probe
+        self._listener = listener
+        self._before: StepListener | None = None
+        self._on_closed = on_closed
+        self._on_end = on_end
+        self._in_block: list[ClosedAttempt] | None = None
+        self._is_attached = False
+        self._session = next(_ordinals.setdefault(probe, itertools.count()))
+
+    def attach(self) -> None:
+        """Begins to be told (training thread)."""
+        if not self._is_attached:
+            self._is_attached = True
+            self._feed.tap(self)
+            self._before = self.optimizers.listener
+            self.optimizers.listener = _Both(self._before, self._listener)
+
+    def detach(self) -> None:
+        """Is told no more. Idempotent (training thread)."""
+        if self._is_attached:
+            self._is_attached = False
+            self._feed.untap(self)
+            mine = self.optimizers.listener
+            if isinstance(mine, _Both) and mine.second is self._listener:
+                self.optimizers.listener = self._before
+
+    def keep(self, report: bytes) -> None:
+        """Leaves a report for the observer's folder (training thread)."""
+        self._probe.session.put_checks(ChecksRecord(self._session, report))
+
+    def keep_durably(self, report: bytes, timeout_s: float) -> bool:
+        """Leaves a report, and waits until it is durable; False where it is not in time (training thread)."""
+        self.keep(report)
+        return self._observer.flush(timeout_s)
+
+    def backward_began(self) -> None:
+        """Takes nothing: the observer counts forwards (autograd thread, hot path)."""
+
+    def backward_ended(self) -> None:
+        """Takes nothing (autograd thread, hot path)."""
+
+    def boundary_entered(self, global_step: int | None, micro_batches: int | None) -> bool:
+        """Takes that the program says where an attempt begins; False inside another one (training thread)."""
+        return self._probe.step_entered(self, global_step, micro_batches)
+
+    def boundary_left(self, *, failed: bool) -> Sequence[ClosedAttempt]:
+        """Takes that it is over, and returns its records (training thread, hot path)."""
+        self._in_block = []
+        self._probe.step_left(failed=failed)
+        closed, self._in_block = self._in_block, None
+        return closed
+
+    def attempts_closed(self, closed: Sequence[ClosedAttempt]) -> None:
+        """Takes attempts that ended (training thread, hot path)."""
+        if self._in_block is not None:
+            self._in_block.extend(closed)
+        self._on_closed(closed)
+
+    def observation_ended(self) -> None:
+        """Takes that the observer is about to close (training thread)."""
+        self._on_end()
+
+
+class _Both:
+    """Two that are told of steps."""
+
+    def __init__(self, first: StepListener | None, second: StepListener) -> None:
+        self._first = first
+        self.second = second
+
+    def step_began(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """Takes that a step begins (training or autograd thread, hot path)."""
+        if self._first is not None:
+            self._first.step_began(optimizer, has_closure=has_closure)
+        self.second.step_began(optimizer, has_closure=has_closure)
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Takes that a step is over (training or autograd thread, hot path)."""
+        if self._first is not None:
+            self._first.step_ended(optimizer)
+        self.second.step_ended(optimizer)
+
+    def step_skipped(self, optimizer: Optimizer) -> None:
+        """Takes that the loss scaler skipped a step (training thread, hot path)."""
+        if self._first is not None:
+            self._first.step_skipped(optimizer)
+        self.second.step_skipped(optimizer)
+
+
+def shared_attempts(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer] | None,
+    *,
+    listener: StepListener,
+    on_closed: Callable[[Sequence[ClosedAttempt]], None],
+    on_end: Callable[[], None],
+) -> SharedAttempts | None:
+    """Returns the attempts of a model's observer, or None where there is none that sees the same steps.
+
+    Args:
+        model: The model.
+        optimizers: Those that a session is to look at; None for all of the model.
+        listener: As `SharedAttempts` takes it.
+        on_closed: As above.
+        on_end: As above.
+    """
+    observer = observer_of(model)
+    probe = None if observer is None else observer.probe
+    if observer is None or probe is None or not probe.is_armed:
+        return None
+    watches = [one for one in probe.companions if isinstance(one, OptimizerWatch)]
+    scales = [one for one in probe.companions if isinstance(one, ScalerWatch)]
+    if len(watches) != 1 or len(scales) != 1:
+        return None
+    if any(watches[0].known(optimizer) is None for optimizer in optimizers or ()):
+        return None
+    return SharedAttempts(
+        observer, probe, watches[0], scales[0], listener=listener, on_closed=on_closed, on_end=on_end
+    )

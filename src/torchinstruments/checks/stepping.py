@@ -1,0 +1,129 @@
+"""Where optimizers write: the moment before, closures included, and the moment after.
+
+Torch's global step hooks see every optimizer, those made later too. Only one of the session's own is looked
+at, and only the outermost of nested steps. A raise from the hook before a step leaves ``optimizer.step()``
+with the weights as they were.
+
+A step that is given a closure has no gradients yet when it begins, so the closure is wrapped and the look
+comes after each evaluation, before the optimizer goes on.
+"""
+
+import functools
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+__all__ = ["StepSite", "StepVisitor", "WatchedClosure"]
+
+
+class StepVisitor(Protocol):
+    """Looks at steps."""
+
+    def is_own(self, optimizer: Optimizer) -> bool:
+        """Returns whether a step that begins is the outermost of one of its optimizers (hot path)."""
+        ...
+
+    def before_write(self, optimizer: Optimizer, evaluation: int) -> None:
+        """Looks before the optimizer writes (training thread, hot path).
+
+        Raises:
+            CheckViolationError: A check that was asked to raise found something.
+        """
+        ...
+
+    def after_write(self, optimizer: Optimizer) -> None:
+        """Looks after it wrote (training thread, hot path).
+
+        Raises:
+            CheckViolationError: A check that was asked to raise found something.
+        """
+        ...
+
+
+class StepSite:
+    """The step hooks of one session.
+
+    Args:
+        visitor: Held weakly, since the hooks are the process's.
+    """
+
+    def __init__(self, visitor: StepVisitor) -> None:
+        self._visitor = weakref.ref(visitor)
+        self._handles: list[Any] = []
+        self._running: weakref.ref[Optimizer] | None = None
+        self._pid = os.getpid()
+
+    def attach(self) -> None:
+        """Registers the hooks. Attaching twice is attaching once."""
+        if not self._handles:
+            self._pid = os.getpid()
+            self._handles = [
+                register_optimizer_step_pre_hook(self._began),
+                register_optimizer_step_post_hook(self._ended),
+            ]
+
+    def detach(self) -> None:
+        """Removes them. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._running = None
+
+    def _began(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        visitor = self._visitor()
+        if visitor is None or torch.compiler.is_compiling() or os.getpid() != self._pid:
+            return None
+        if not visitor.is_own(optimizer):
+            return None
+        self._running = weakref.ref(optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            visitor.before_write(optimizer, 0)
+            return None
+        watched = WatchedClosure(closure, visitor, optimizer)
+        if len(args) > 1:
+            return (args[0], watched, *args[2:]), kwargs
+        return args, {**kwargs, "closure": watched}
+
+    def _ended(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or self._running is None or self._running() is not optimizer:
+            return
+        self._running = None
+        visitor = self._visitor()
+        if visitor is not None and os.getpid() == self._pid:
+            visitor.after_write(optimizer)
+
+
+class WatchedClosure:
+    """A closure after whose every evaluation the gradients are looked at.
+
+    Args:
+        closure: The program's.
+        visitor: Looks at them.
+        optimizer: Whose they are.
+    """
+
+    def __init__(self, closure: Callable[[], Any], visitor: StepVisitor, optimizer: Optimizer) -> None:
+        functools.update_wrapper(self, closure)
+        self._closure = closure
+        self._visitor = visitor
+        self._optimizer = optimizer
+        self._num_evaluations = 0
+
+    def __call__(self) -> Any:
+        """Evaluates it (training thread, hot path).
+
+        Raises:
+            CheckViolationError: A check that was asked to raise found something.
+        """
+        loss = self._closure()
+        self._visitor.before_write(self._optimizer, self._num_evaluations)
+        self._num_evaluations += 1
+        return loss

@@ -1,0 +1,154 @@
+"""What a report keeps, and what it says of checks that could not do their work."""
+
+import json
+
+import pytest
+from torch.optim import SGD
+from typing_extensions import override
+
+from checks.training import batch, compiled, mlp, poisoned, train
+from torchinstruments.checks import ChecksSession, CheckViolationError
+from torchinstruments.checks.check import Check
+from torchinstruments.checks.findings import Action, Finding, FindingStore, Severity
+
+
+def _finding(severity, code="c", **options):
+    return Finding("check", code, severity, Action.COLLECT, "message", **options)
+
+
+def test_information_never_makes_way_for_critical_findings():
+    """A flood of one kind is counted, the grave one that comes after it is kept and stands first."""
+    store = FindingStore(max_findings=10)
+    for _ in range(100_000):
+        store.add(_finding(Severity.INFO))
+    store.add(_finding(Severity.CRITICAL, "nan"))
+    findings = store.findings()
+    assert findings[0].code == "nan"
+    assert len(findings) == 11
+    assert store.truncated() == {"info/c": 99_990}
+    assert store.num_findings() == {"critical": 1, "warning": 0, "info": 100_000}
+
+
+def test_numbers_that_are_not_finite_are_null_in_strict_json():
+    """Names are cut, their number is not."""
+    finding = _finding(Severity.INFO, names=tuple("abcdefghijklmnopqrstuvwxyz"), values={"x": float("inf")})
+    shown = json.loads(json.dumps(finding.to_dict(), allow_nan=False))
+    assert shown["values"] == {"x": None}
+    assert len(shown["names"]) == 20
+    assert shown["num_names"] == 26
+    assert shown["stage"] is None
+
+
+def test_a_check_that_never_ran_is_said_to_have_not():
+    """It does not read like a pass."""
+    session = ChecksSession(mlp(), scaler=None)
+    session.register_nonfinite_grad_check()
+    report = session.report()
+    assert report.checks_run == ()
+    assert report.unavailable[0].reason == "never_ran: the session was not attached"
+    with session:
+        pass
+    assert session.report().unavailable[0].reason == "never_ran: nothing came that it looks at"
+
+
+def test_a_check_that_fails_is_unavailable_and_the_others_go_on():
+    """Nothing of it reaches training; it is given up after a while."""
+
+    class Broken(Check):
+        name = "broken"
+        calls = 0
+
+        @override
+        def before_write(self, look):
+            assert look.positions
+            Broken.calls += 1
+            raise ArithmeticError("mine")
+
+    model = mlp()
+    session = ChecksSession(model, scaler=None)
+    session._register(Broken())
+    session.register_nonfinite_grad_check()
+    with session:
+        train(model, steps=20)
+    report = session.report()
+    entries = {entry.reason: entry.num_times for entry in report.unavailable}
+    assert entries["internal_error: ArithmeticError: mine"] == 8
+    assert Broken.calls == 8
+    assert report.checks_run == ("nonfinite_grad",)
+
+
+def test_a_session_that_is_paused_looks_at_nothing_and_counts_all():
+    """The poisoned step in the pause is not raised, the one after it is."""
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.0)
+    session = ChecksSession(model, optimizer, scaler=None)
+    session.register_nonfinite_grad_check()
+
+    def poisoned_step():
+        optimizer.zero_grad()
+        model(batch()).sum().backward()
+        poisoned(model[0].bias)
+        optimizer.step()
+
+    with session:
+        with session.paused():
+            poisoned_step()
+        session.disable()
+        with session.paused():
+            poisoned_step()
+        poisoned_step()
+        session.enable()
+        with pytest.raises(CheckViolationError):
+            poisoned_step()
+    assert session.report().ledgers["scale"]["accepted_steps"] == 3
+
+
+def test_the_overhead_is_measured():
+    """Seconds by site, reads of devices, and what a hook takes."""
+    model = mlp()
+    session = ChecksSession(model, scaler=None)
+    session.register_nonfinite_grad_check()
+    with session:
+        train(model, steps=3)
+    overhead = session.overhead()
+    assert overhead["visits_by_site"] == {"backward_ended": 3, "before_write": 3}
+    assert overhead["num_host_reads"] == 3
+    assert overhead["num_accumulation_hooks"] == 12
+    assert all(seconds > 0 for seconds in overhead["seconds_by_site"].values())
+
+
+def test_a_report_prints_what_matters():
+    """What was found, what ran, what could not be looked at."""
+    model = mlp()
+    session = ChecksSession(model, scaler=None, clip_norm=1.0)
+    session.register_frozen_check(["0.weight"], action="collect")
+    with session:
+        train(model)
+    text = str(session.report())
+    assert "1 critical, 0 warning, 0 info" in text
+    assert "frozen_param_changed 0.weight" in text
+    assert "ran: frozen" in text
+    assert "unavailable: grad_magnitude: clipping_censors" in text
+
+
+def test_a_compiled_model_is_watched():
+    """torch.compile, in place, and compiled after the session was attached."""
+    for way in ("wrapper", "in_place", "late"):
+        model = mlp()
+        called = model
+        if way == "wrapper":
+            model = called = compiled(model)
+        elif way == "in_place":
+            model.compile(backend="eager")
+        session = ChecksSession(model, scaler=None)
+        session.register_nonfinite_grad_check()
+        session.register_change_check()
+        with session:
+            if way == "late":
+                called = compiled(model)
+            train(called, SGD(model.parameters(), lr=0.1), steps=3, micro_batches=2)
+        report = session.report()
+        assert report.counters["accepted_steps"] == 3, way
+        assert report.counters["backwards"] == 6, way
+        assert report.ledgers["scale"]["micro_batches_per_attempt"]["most_frequent"] == 2, way
+        assert report.findings == (), way

@@ -1,0 +1,249 @@
+"""A session by itself: attaching, counting, pausing, reporting."""
+
+import gc
+import json
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.checkpoint import checkpoint
+
+from checks.training import batch, mlp, scaler, train
+from torchinstruments.checks import CheckLifecycleError, ChecksSession
+from torchinstruments.errors import ConfigurationError
+
+
+def _num_step_hooks():
+    return len(torch_optimizer._global_optimizer_pre_hooks) + len(
+        torch_optimizer._global_optimizer_post_hooks
+    )
+
+
+def _num_tensor_hooks(model):
+    return sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
+
+
+def test_a_session_that_is_made_touches_nothing(capsys, recwarn):
+    """No hook, no output, no warning."""
+    model = mlp()
+    before = _num_step_hooks()
+    ChecksSession(model, SGD(model.parameters(), lr=0.1), scaler=None)
+    assert _num_step_hooks() == before
+    assert _num_tensor_hooks(model) == 0
+    assert capsys.readouterr().out == ""
+    assert len(recwarn) == 0
+
+
+def test_detaching_leaves_no_hook_and_may_be_repeated():
+    """Neither on parameters, nor on the model, nor on the process."""
+    model, before = mlp(), _num_step_hooks()
+    session = ChecksSession(model).attach()
+    assert _num_tensor_hooks(model) == 4
+    train(model)
+    session.detach()
+    session.detach()
+    assert _num_step_hooks() == before
+    assert _num_tensor_hooks(model) == 0
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_attaching_twice_is_refused():
+    """The message has the way out."""
+    session = ChecksSession(mlp()).attach()
+    with pytest.raises(CheckLifecycleError, match=r"detach\(\)"):
+        session.attach()
+    session.detach()
+
+
+def test_a_session_that_is_dropped_leaves_no_hook_of_the_process():
+    """Global hooks go with the session."""
+    before = _num_step_hooks()
+    session = ChecksSession(mlp()).attach()
+    assert _num_step_hooks() > before
+    del session
+    gc.collect()
+    assert _num_step_hooks() == before
+
+
+def test_attempts_and_micro_batches_are_counted_per_attempt():
+    """Four micro-batches a step, none divided out."""
+    model = mlp()
+    with ChecksSession(model, scaler=None) as session:
+        train(model, steps=3, micro_batches=4)
+    scale = session.report().to_dict()["ledgers"]["scale"]
+    assert (scale["attempts"], scale["accepted_steps"], scale["skipped_attempts"]) == (3, 3, 0)
+    assert scale["micro_batches_per_attempt"] == {"lowest": 4, "highest": 4, "most_frequent": 4}
+    assert session.report().counters["backwards"] == 12
+
+
+@pytest.mark.parametrize(("overflows", "skipped"), [((1,), 1), ((1, 2, 3), 3), ((7,), 1), (range(8), 8)])
+def test_skipped_steps_are_counted_exactly(overflows, skipped):
+    """One, three in a row, the last, all."""
+    model, grad_scaler = mlp(), scaler()
+    with ChecksSession(model, scaler=grad_scaler) as session:
+        train(model, steps=8, grad_scaler=grad_scaler, overflows=tuple(overflows))
+    scale = session.report().ledgers["scale"]
+    assert (scale["attempts"], scale["skipped_attempts"]) == (8, skipped)
+    assert scale["accepted_steps"] == 8 - skipped
+    assert scale["backoff_events"] == skipped
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_growth_of_the_scale_is_counted_apart_from_skips(micro_batches):
+    """An interval of one: every accepted step grows."""
+    model, grad_scaler = mlp(), scaler(growth_interval=1)
+    with ChecksSession(model, scaler=grad_scaler) as session:
+        train(model, steps=8, micro_batches=micro_batches, grad_scaler=grad_scaler, overflows=(2, 5))
+    scale = session.report().ledgers["scale"]
+    assert (scale["skipped_attempts"], scale["growth_events"]) == (2, 6)
+
+
+def test_backwards_of_disjoint_parameters_are_two():
+    """Two losses over two halves: eight backwards in four steps."""
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with ChecksSession(model, scaler=None) as session:
+        for _ in range(4):
+            optimizer.zero_grad()
+            for half in model.values():
+                half(batch()).sum().backward()
+            optimizer.step()
+    assert session.report().counters["backwards"] == 8
+
+
+def test_a_layer_that_is_checkpointed_twice_belongs_to_one_backward():
+    """Reentrant checkpointing makes backwards of its own inside one."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+            return checkpoint(self.layer, x, use_reentrant=True)
+
+    model = Twice()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with ChecksSession(model, scaler=None) as session:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(batch().requires_grad_()).sum().backward()
+            optimizer.step()
+    assert session.report().counters["backwards"] == 4
+
+
+def test_a_gradient_penalty_is_part_of_its_backward():
+    """What autograd.grad computes adds to no gradient."""
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with ChecksSession(model, scaler=None) as session:
+        for _ in range(3):
+            optimizer.zero_grad()
+            x = batch().requires_grad_()
+            loss = model(x).sum()
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + slope.square().sum()).backward()
+            optimizer.step()
+    assert session.report().counters["backwards"] == 3
+
+
+def test_blocks_count_attempts_and_compare_declared_micro_batches():
+    """The caller's numbers, and the block that did not do what it said."""
+    model, grad_scaler = mlp(), scaler()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with ChecksSession(model, optimizer, scaler=grad_scaler) as session:
+        for step in range(3):
+            with session.step(global_step=step, micro_batches=2):
+                train(
+                    model,
+                    optimizer,
+                    steps=1,
+                    micro_batches=1 + (step != 1),
+                    grad_scaler=grad_scaler,
+                    overflows=(0,) if step == 2 else (),
+                )
+    report = session.report()
+    assert report.counters["explicit_attempts"] == 3
+    assert report.counters["explicit_accepted"] == 2
+    assert report.counters["explicit_skipped"] == 1
+    assert report.disclosures["boundary_micro_batches"]["mismatches"] == 1
+    assert report.disclosures["boundary_micro_batches"]["first_mismatch"]["seen"] == 1
+
+
+def test_a_skipped_block_with_an_unused_parameter_is_skipped():
+    """A parameter that no backward reaches leaves nothing open."""
+    model, grad_scaler = mlp(), scaler()
+    model.unused = nn.Parameter(torch.ones(2))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with ChecksSession(model, optimizer, scaler=grad_scaler) as session:
+        with session.step():
+            train(model[:2], optimizer, steps=1, grad_scaler=grad_scaler, overflows=(0,))
+    assert session.report().counters["explicit_skipped"] == 1
+
+
+def test_what_cannot_be_watched_is_refused_in_one_sentence():
+    """Model and optimizer are checked when the session is made."""
+    with pytest.raises(ConfigurationError, match=r"model=int cannot be watched"):
+        ChecksSession(cast("nn.Module", 3))
+    with pytest.raises(ConfigurationError, match=r"optimizer='adam'"):
+        ChecksSession(mlp(), "adam")
+
+
+def test_a_report_is_strict_json_and_cannot_be_changed():
+    """Whatever is in it."""
+    model = mlp()
+    with ChecksSession(model) as session:
+        train(model)
+    report = session.final_report
+    assert report is not None
+    assert report.finalized_reason == "scope_exit"
+    text = report.to_json()
+    assert json.loads(text, parse_constant=pytest.fail)["schema_version"] == 1
+    with pytest.raises(TypeError):
+        report.ledgers["scale"]["attempts"] = 5
+    with pytest.raises(AttributeError):
+        setattr(report, "findings", ())  # noqa: B010 - as a program does that is not type-checked
+
+
+def test_a_report_is_finalised_after_an_exception():
+    """The exception goes on."""
+    model = mlp()
+    session = ChecksSession(model)
+
+    def failing_loop():
+        with session:
+            train(model)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        failing_loop()
+    assert session.final_report is not None
+    assert session.final_report.finalized_reason == "exception_exit"
+
+
+def test_the_environment_turns_a_session_off(monkeypatch):
+    """No hook, and the report says so."""
+    monkeypatch.setenv("TORCHINSTRUMENTS_DISABLED", "1")
+    model = mlp()
+    with ChecksSession(model) as session:
+        assert _num_tensor_hooks(model) == 0
+        train(model)
+    assert session.report().disclosures["disabled_by_environment"] is True
+
+
+def test_a_mapping_of_tensors_can_be_watched():
+    """Its names are the mapping's."""
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = SGD([weight], lr=0.1)
+    with ChecksSession({"weight": weight}, scaler=None) as session:
+        for _ in range(2):
+            optimizer.zero_grad()
+            weight.sum().backward()
+            optimizer.step()
+    assert session.report().ledgers["scale"]["accepted_steps"] == 2
+    assert session.report().coverage["parameters_that_fired"] == 1

@@ -1,0 +1,121 @@
+"""A session beside an observer of the same model: one clock, and a document in the observer's folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+
+from checks.training import batch, mlp, poisoned, scaler, train
+from torchinstruments import AlwaysSampler, inject_observer, open_run, remove_observer
+from torchinstruments.checks import ChecksSession, CheckViolationError
+
+
+def _document(folder: Path) -> dict[str, Any]:
+    (path,) = folder.glob("checks-*.json")
+    return json.loads(path.read_text(), parse_constant=pytest.fail)
+
+
+@pytest.fixture
+def observed(tmp_path):
+    """Makes a model with an observer, which is removed after the test."""
+    model = mlp()
+    inject_observer(model, output_dir=str(tmp_path / "run"), sampler=AlwaysSampler())
+    yield model, tmp_path / "run"
+    remove_observer(model)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_session_and_the_run_tell_the_same_attempts(observed, fused):
+    """Skips, micro-batches and the caller's numbers, from one clock."""
+    model, folder = observed
+    grad_scaler = scaler()
+    optimizer = AdamW(model.parameters(), lr=0.01, fused=fused)
+    session = ChecksSession(model, optimizer)
+    session.register_nonfinite_grad_check()
+    with session:
+        for step in range(4):
+            with session.step(global_step=10 + step, micro_batches=2):
+                overflows = (0,) if step == 2 else ()
+                train(
+                    model, optimizer, steps=1, micro_batches=2, grad_scaler=grad_scaler, overflows=overflows
+                )
+    report = session.report()
+    remove_observer(model)
+    steps = open_run(str(folder)).steps().collect()
+    assert report.disclosures["clock"] == "observer"
+    assert steps["outcome"].to_list() == ["applied", "applied", "skipped", "applied"]
+    assert steps["global_step"].to_list() == [10, 11, 12, 13]
+    ledger = report.ledgers["scale"]
+    assert (ledger["accepted_steps"], ledger["skipped_attempts"]) == (3, 1)
+    assert ledger["micro_batches_per_attempt"]["most_frequent"] == 2
+    assert report.counters["explicit_skipped"] == 1
+    (finding,) = report.findings
+    assert (finding.moment.attempt, finding.moment.global_step) == (2, 12)
+    (kept,) = _document(folder)["sessions"]
+    assert kept["findings"][0]["code"] == "param_grad_nonfinite_at_accumulation"
+
+
+def test_what_is_raised_is_on_storage_first(observed):
+    """The document has the finding while the exception is on its way."""
+    model, folder = observed
+    optimizer = SGD(model.parameters(), lr=0.1)
+    session = ChecksSession(model, optimizer, scaler=None)
+    session.register_nonfinite_grad_check()
+    with session:
+        model(batch()).sum().backward()
+        poisoned(model[1].bias)
+        with pytest.raises(CheckViolationError):
+            optimizer.step()
+        (kept,) = _document(folder)["sessions"]
+        assert kept["findings"][0]["names"] == ["1.bias"]
+        assert kept["finalized_reason"] == "violation"
+    assert _document(folder)["rank"] == 0
+
+
+def test_an_observer_that_ends_first_takes_the_report(observed):
+    """And the session goes on without it."""
+    model, folder = observed
+    session = ChecksSession(model, scaler=None)
+    session.register_frozen_check(["0.weight"], action="collect")
+    with session:
+        train(model, steps=2)
+        remove_observer(model)
+        assert _document(folder)["sessions"][0]["findings"][0]["code"] == "frozen_param_changed"
+        train(model, steps=2)
+    assert session.final_report is not None
+    assert session.final_report.counters["accepted_steps"] >= 2
+
+
+def test_two_sessions_have_an_entry_each(observed):
+    """In the order in which they were attached; neither takes the other's skips away."""
+    model, folder = observed
+    grad_scaler = scaler()
+    sessions = [ChecksSession(model), ChecksSession(model)]
+    for session in sessions:
+        session.register_nonfinite_grad_check()
+        session.attach()
+    train(model, steps=3, grad_scaler=grad_scaler, overflows=(1,))
+    for session in sessions:
+        session.detach()
+    remove_observer(model)
+    kept = _document(folder)["sessions"]
+    assert [one["ledgers"]["watchdog"]["num_trips"] for one in kept] == [0, 0]
+    assert [len(one["findings"]) for one in kept] == [1, 1]
+
+
+def test_an_observer_changes_no_finding_and_the_session_no_row(observed):
+    """Both on the same parameters, with parameter gradients observed too."""
+    model, _ = observed
+    before = [p.detach().clone() for p in model.parameters()]
+    session = ChecksSession(model, scaler=None)
+    session.register_update_ratio_check()
+    session.register_change_check()
+    with session:
+        train(model, steps=3)
+    plain = mlp()
+    train(plain, steps=3)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
