@@ -1,7 +1,9 @@
-"""The finite entries of a CPU tensor in order, in the cheapest of three forms.
+"""The finite entries of a CPU tensor in order, in the cheapest of four forms.
 
-* `SortedEntries`: NumPy's vectorised sort of one copy. It is ten to twenty times faster than torch's sort
-  on the CPU, and everything but mean and deviation follows from it by binary search.
+* `SortedEntries`: NumPy's vectorised sort of one copy. On most processors it is ten to twenty times faster
+  than torch's sort, and everything but mean and deviation follows from it by binary search.
+* `SelectedEntries` (its own module): single ranks from samples and counts, for large tensors and for
+  processors that sort slowly.
 * `CountedEntries`: how often each of the 256 or 65,536 values of a small dtype occurs.
 * `ScannedEntries` (its own module): several passes with bounded scratch, where a sorted copy would not fit.
 

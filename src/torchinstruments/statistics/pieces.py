@@ -66,7 +66,8 @@ def finite_pieces(tensor: torch.Tensor, num_entries: int) -> Iterator[Array]:
         if entries.dtype.kind == "f":
             finite = np.isfinite(entries)
             if not finite.all():
-                entries = entries[finite]
+                # The places first: NumPy finds many without a branch, where a mask has one for each.
+                entries = entries.take(np.flatnonzero(finite))
         yield entries
 
 
