@@ -25,8 +25,8 @@ class SelectedEntries:
 
     Args:
         tensor: On the CPU, of a dtype of 32 or 64 bits that NumPy knows, with at least one entry. It must not
-            change while this object is in use. Peak scratch is less than a fifth of a copy for nearly all
-            data, and one copy for the worst; one more where the tensor does not lie densely in memory, or has
+            change while this object is in use. Peak scratch is a third of a copy for nearly all data, and
+            one copy for the worst; one more where the tensor does not lie densely in memory, or has
             entries that are not finite.
     """
 
@@ -77,7 +77,7 @@ def _ends(entries: Array) -> tuple[np.number[Any], np.number[Any]]:
 
 def _finite_copy(tensor: torch.Tensor) -> Array:
     """Returns the finite entries in an array of their own."""
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu").numpy()
+    flat = np.empty(tensor.numel(), dtype=tensor.numpy().dtype)
     size = 0
     for piece in finite_pieces(tensor, CHUNK):
         flat[size : size + piece.size] = piece

@@ -80,7 +80,7 @@ def select(
 
     Args:
         entries: Flat and finite, of any real dtype that NumPy knows; they are not changed. Peak scratch is
-            one copy, and for nearly all data less than a fifth of it.
+            one copy, and for nearly all data a third of it.
         ranks: From 0 to one less than there are entries.
         low: No entry is below; of the dtype of the entries, as the next one is.
         high: No entry is above.

@@ -1,6 +1,7 @@
 """Entries that are selected from are measured like sorted ones."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -67,10 +68,16 @@ LAYOUTS = {
 }
 
 
-def measured(tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch, *, selects: bool) -> Measured:
+def measured(
+    tensor: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    selects: bool,
+    rules: tuple[BinRule, ...] = RULES,
+) -> Measured:
     """Measures in one of the two ways."""
     monkeypatch.setattr(host, "prefers_selection", lambda _: selects)
-    return host.measure_on_host(tensor, is_ordered=True, rules=RULES, max_scratch_bytes=1 << 28)
+    return host.measure_on_host(tensor, is_ordered=True, rules=rules, max_scratch_bytes=1 << 28)
 
 
 def text_of(one: Measured) -> str:
@@ -112,3 +119,17 @@ def test_whole_numbers_are_measured_like_sorted_ones(
     tensor = (tensor << (32 if dtype.itemsize == 8 else 0)).to(dtype)
     sorted_one = text_of(measured(tensor, monkeypatch, selects=False))
     assert text_of(measured(tensor, monkeypatch, selects=True)) == sorted_one
+
+
+@pytest.mark.parametrize(("kind", "most"), [("normal", 0.34), ("rectified", 0.34), ("invalid", 1.34)])
+def test_scratch_is_a_part_of_a_copy(kind: str, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside three megabytes, and one copy where entries are left out."""
+    tensor = data_of(kind, torch.float32).repeat(15)
+    measured(tensor[:100_000], monkeypatch, selects=True)
+    tracemalloc.start()
+    try:
+        measured(tensor, monkeypatch, selects=True, rules=RULES[:2])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < most * tensor.nbytes + 3 * 2**20
