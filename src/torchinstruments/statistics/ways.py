@@ -14,13 +14,14 @@ import torch
 
 from torchinstruments.statistics.ordered import OrderedEntries, sort_entries
 from torchinstruments.statistics.selected import SelectedEntries
+from torchinstruments.statistics.selection import scattered
 
 __all__ = ["prefers_selection"]
 
 _NUM_TRIED = 1 << 16
 """Entries of the trial."""
 
-_NUM_ROUNDS = 2
+_NUM_ROUNDS = 4
 """Trials of each way, of which the faster one counts: it was disturbed less."""
 
 _GROWTH = 4
@@ -45,7 +46,7 @@ def prefers_selection(num_entries: int) -> bool:
 @cache
 def _crossover() -> float:
     """Returns the number of entries from which selecting is the faster way."""
-    tensor = torch.from_numpy(np.random.default_rng(0).standard_normal(_NUM_TRIED, dtype=np.float32))
+    tensor = torch.from_numpy(scattered(_NUM_TRIED).astype(np.float32))
     lead = _least_seconds(SelectedEntries, tensor) / _least_seconds(sort_entries, tensor)
     return _NUM_TRIED * lead**_GROWTH
 

@@ -117,6 +117,14 @@ def test_zeros_of_both_signs_are_equal() -> None:
     assert selected(entries, quartile_ranks(entries.size)) == [0.0] * 4 + [0.0, 1.0]
 
 
+def test_scattered_numbers_fill_their_range_evenly() -> None:
+    """A tenth of them is in each tenth of the range, and neighbours have nothing to do with each other."""
+    numbers = selection.scattered(8192)
+    assert 0 <= numbers.min() < numbers.max() < 1
+    assert np.abs(np.histogram(numbers, 10, (0, 1))[0] - 819.2).max() < 120
+    assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.05
+
+
 def test_the_random_state_of_the_program_is_left_alone() -> None:
     """Places of a sample come from a generator of their own."""
     selection._offsets.cache_clear()
