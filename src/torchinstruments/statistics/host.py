@@ -1,4 +1,4 @@
-"""The facts of a CPU tensor, and its histograms, from one sort, one count, or sums alone."""
+"""The facts of a CPU tensor, and its histograms, from one sort, one count, single ranks, or sums alone."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,6 +13,8 @@ from torchinstruments.statistics.moments import CHUNK, NO_MOMENTS, Array, moment
 from torchinstruments.statistics.ordered import OrderedEntries, count_entries, sort_entries, sortable_dtype
 from torchinstruments.statistics.pieces import finite_pieces, without_repeats
 from torchinstruments.statistics.scanned import ScannedEntries
+from torchinstruments.statistics.selected import SelectedEntries
+from torchinstruments.statistics.ways import prefers_selection
 
 __all__ = ["measure_on_host"]
 
@@ -30,6 +32,7 @@ def measure_on_host(
         is_ordered: Whether quartiles are wanted. Without them, and without a histogram, nothing is sorted.
         rules: The histograms that are wanted.
         max_scratch_bytes: A copy is sorted only where it fits; a larger tensor is scanned several times.
+            Single ranks are selected only where two copies fit, which is what the worst of data would take.
     """
     if tensor.numel() == 0:
         return Measured(EMPTY)
@@ -46,9 +49,12 @@ def measure_on_host(
 def _ordered(tensor: torch.Tensor, max_scratch_bytes: int) -> OrderedEntries:
     """Returns the finite entries in order, in the form that is cheapest for this dtype and size."""
     bytes_each = tensor.dtype.itemsize
-    fits = tensor.numel() * sortable_dtype(tensor.dtype).itemsize <= max_scratch_bytes
+    copy_bytes = tensor.numel() * sortable_dtype(tensor.dtype).itemsize
+    fits = copy_bytes <= max_scratch_bytes
     if bytes_each == 1 or (bytes_each == 2 and (tensor.numel() >= _COUNT_16_BIT_FROM or not fits)):
         return count_entries(tensor)
+    if bytes_each >= 4 and 2 * copy_bytes <= max_scratch_bytes and prefers_selection(tensor.numel()):
+        return SelectedEntries(tensor)
     return sort_entries(tensor) if fits else ScannedEntries(tensor)
 
 

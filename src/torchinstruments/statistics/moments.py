@@ -171,6 +171,6 @@ def _shifted(piece: Array, low: float, pivot: float, exponent: int) -> Array:
     if exponent:
         np.ldexp(shifted, -exponent, out=shifted)
         shifted -= math.ldexp(pivot, -exponent)
-    else:
+    elif pivot:
         shifted -= pivot
     return shifted

@@ -1,7 +1,9 @@
-"""The finite entries of a CPU tensor in order, in the cheapest of three forms.
+"""The finite entries of a CPU tensor in order, in the cheapest of four forms.
 
-* `SortedEntries`: NumPy's vectorised sort of one copy. It is ten to twenty times faster than torch's sort
-  on the CPU, and everything but mean and deviation follows from it by binary search.
+* `SortedEntries`: NumPy's vectorised sort of one copy. On most processors it is ten to twenty times faster
+  than torch's sort, and everything but mean and deviation follows from it by binary search.
+* `SelectedEntries` (its own module): single ranks from samples and counts, for large tensors and for
+  processors that sort slowly.
 * `CountedEntries`: how often each of the 256 or 65,536 values of a small dtype occurs.
 * `ScannedEntries` (its own module): several passes with bounded scratch, where a sorted copy would not fit.
 
@@ -18,13 +20,15 @@ import numpy as np
 import torch
 
 from torchinstruments.statistics.bins import sorted_counts
-from torchinstruments.statistics.moments import Array, Moments, chunks, moments, weighted_moments
-from torchinstruments.statistics.pieces import flat_pieces
+from torchinstruments.statistics.moments import CHUNK, Array, Moments, chunks, moments, weighted_moments
+from torchinstruments.statistics.pieces import flat_pieces, replaced_pieces
 
 __all__ = [
     "CountedEntries",
+    "MAX_NARROW_COUNT",
     "OrderedEntries",
     "SortedEntries",
+    "count_codes",
     "count_entries",
     "sort_entries",
     "sortable_dtype",
@@ -37,7 +41,7 @@ _LOOK_EVERY = 101
 """One entry of so many, and its neighbour, tell how a piece is counted. A prime, so that no row length of a
 tensor makes all of them fall upon the same column."""
 
-_MAX_NARROW_COUNT = 1 << 31
+MAX_NARROW_COUNT = 1 << 31
 """Entries from which the count of one value could leave 32 bits."""
 
 _PAIR_DTYPES = {1: np.dtype(np.uint16), 2: np.dtype(np.uint32)}
@@ -76,9 +80,12 @@ class SortedEntries:
 
     Attributes:
         finite: Finite entries, ascending.
+        tensor: The entries in no order, where they are of the same dtype. Sums are taken from them: in this
+            order every form of a tensor gives the same last bit.
     """
 
     finite: Array
+    tensor: torch.Tensor | None = None
 
     @property
     def num_finite(self) -> int:
@@ -94,7 +101,8 @@ class SortedEntries:
 
     def at(self, ranks: Sequence[int]) -> list[float]:
         """Returns the finite entries with these ranks."""
-        return [self.finite[rank].item() for rank in ranks]
+        # Which of the two zeros a sort puts first is chance.
+        return [self.finite[rank].item() + 0 for rank in ranks]
 
     def up_to_edges(self, edges: Array) -> Array:
         """Returns how many finite entries stand below each edge, at or below the last one."""
@@ -102,7 +110,11 @@ class SortedEntries:
 
     def moments(self, low: float, high: float, pivot: float) -> Moments:
         """Returns the moments."""
-        return moments(chunks(self.finite), self.finite.size, low=low, high=high, pivot=pivot)
+        pieces = chunks(self.finite)
+        if self.tensor is not None:
+            is_finite = self.finite.size == self.tensor.numel()
+            pieces = replaced_pieces(self.tensor, CHUNK, None if is_finite else pivot)
+        return moments(pieces, self.finite.size, low=low, high=high, pivot=pivot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +189,7 @@ def sort_entries(tensor: torch.Tensor) -> SortedEntries:
         infinity = entries.dtype.type(np.inf)
         first = entries.searchsorted(-infinity, "right")
         entries = entries[first : entries.searchsorted(infinity, "left")]
-    return SortedEntries(entries)
+    return SortedEntries(entries, tensor if tensor.dtype is copy.dtype else None)
 
 
 def count_entries(tensor: torch.Tensor) -> CountedEntries:
@@ -188,10 +200,10 @@ def count_entries(tensor: torch.Tensor) -> CountedEntries:
     """
     bits = torch.uint8 if tensor.dtype.itemsize == 1 else torch.uint16
     # A table of half the bytes stays nearer to the processor.
-    table_dtype = np.int32 if tensor.numel() < _MAX_NARROW_COUNT else np.int64
+    table_dtype = np.int32 if tensor.numel() < MAX_NARROW_COUNT else np.int64
     by_code = np.zeros(1 << (8 * tensor.dtype.itemsize), dtype=table_dtype)
     for piece in flat_pieces(tensor, _COUNT_PIECE):
-        _count_codes(by_code, piece.view(bits).numpy())
+        count_codes(by_code, piece.view(bits).numpy())
     known = _codes(tensor.dtype)
     counts = np.concatenate([by_code[run] for run in known.runs])
     occurs = np.flatnonzero(counts != 0)
@@ -199,7 +211,7 @@ def count_entries(tensor: torch.Tensor) -> CountedEntries:
     return CountedEntries(known.values.take(occurs), counts, counts.cumsum())
 
 
-def _count_codes(by_code: Array, codes: Array) -> None:
+def count_codes(by_code: Array, codes: Array) -> None:
     """Adds to the table how often each code occurs in a piece.
 
     A processor adds to one place again only after it has added to it before, so that entries which repeat

@@ -29,10 +29,11 @@ class ExactProfile(FactsReducer):
     An empty tensor has none of them (``empty``); one without a finite entry has the two fractions, and
     ``no_finite_entries`` for the rest.
 
-    On the CPU, tensors are sorted or counted by NumPy in the calling thread. The peak of scratch is one copy
-    (float16 and bfloat16 below 65,536 entries: one in float32); 8-bit and larger 16-bit tensors need about
-    3 MB, and a tensor whose copy would exceed ``max_scratch_bytes`` is read several times instead, with
-    about 50 MB.
+    On the CPU, tensors are sorted, selected from or counted by NumPy in the calling thread. Which of the
+    first two is faster for large tensors is tried once, and changes no number. The peak of scratch is one
+    copy, or two where both fit and unlucky data is selected from (float16 and bfloat16 below 65,536 entries:
+    one in float32); 8-bit and larger 16-bit tensors need about 3 MB, and a tensor whose copy would exceed
+    ``max_scratch_bytes`` is read several times instead, with about 50 MB.
     """
 
     @property

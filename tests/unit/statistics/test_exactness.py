@@ -1,7 +1,8 @@
 """Every dtype, kind of data and size against NumPy in extended precision, across every change of method.
 
 Packed with others up to 4,096 entries; 16-bit dtypes counted instead of sorted from 65,536; sums in chunks of
-65,536; pieces of 2**20; and at each of these one entry fewer and one more.
+65,536; pieces of 2**20; and at each of these one entry fewer and one more. What a machine would sort is
+selected from as well, and the other way round.
 """
 
 import math
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from torchinstruments.records import Absent
+from torchinstruments.statistics import host
 from torchinstruments.statistics.batching import ScalarBatch
 from torchinstruments.statistics.histograms import MeasuredHistogram, histogram
 from torchinstruments.statistics.profile import ExactProfile
@@ -39,6 +41,9 @@ DTYPES = (
     torch.uint64,
     torch.bool,
 )
+WIDE = tuple(dtype for dtype in DTYPES if dtype.itemsize >= 4)
+"""What is sorted, or selected from."""
+
 WIDE_INTEGERS = (torch.int64, torch.uint64)
 KINDS = ("normal", "offset", "rectified", "constant", "heavy", "invalid", "tiny")
 SIZES = (1, 2, 3, 255, 256, 257, 4095, 4096, 4097, 65_535, 65_536, 65_537)
@@ -57,6 +62,11 @@ HISTOGRAMS = (histogram(), histogram(name="fixed", bins=10, value_range=(-1.0, 1
 def fail(probe: str, error: BaseException) -> None:
     """Nothing may go wrong in a batch."""
     raise AssertionError(probe) from error
+
+
+def take_way(monkeypatch: pytest.MonkeyPatch, *, selects: bool) -> None:
+    """Sets what is done with what is neither packed nor counted, whichever is faster on this machine."""
+    monkeypatch.setattr(host, "prefers_selection", lambda _: selects)
 
 
 def entries_of(kind: str, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -186,9 +196,14 @@ def check_histogram(found: MeasuredHistogram, entries: npt.NDArray[np.longdouble
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_statistics_and_histograms_are_exact_at_every_size(dtype: torch.dtype, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "selects"), [*((dtype, False) for dtype in DTYPES), *((dtype, True) for dtype in WIDE)], ids=str
+)
+def test_statistics_and_histograms_are_exact_at_every_size(
+    dtype: torch.dtype, kind: str, selects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One batch of all sizes gives, for each tensor, what extended precision gives."""
+    take_way(monkeypatch, selects=selects)
     reducers = (ExactProfile(), rms(), max_abs(), finite_fraction())
     batch = ScalarBatch(reducers, fail, HISTOGRAMS)
     tensors = [entries_of(kind, size, dtype) for size in SIZES]
@@ -220,11 +235,17 @@ def test_statistics_and_histograms_are_exact_at_every_size(dtype: torch.dtype, k
     ],
     ids=str,
 )
-def test_around_a_million_entries_pieces_add_up(dtype: torch.dtype, kind: str, size: int) -> None:
-    """Sorted, counted, and scanned in bounded memory: the same counts, and moments to rounding."""
+def test_around_a_million_entries_pieces_add_up(
+    dtype: torch.dtype, kind: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sorted, selected, counted, and scanned in bounded memory: the same counts, and moments to rounding."""
     tensor = entries_of(kind, size, dtype)
     entries = widened(tensor)
-    for max_scratch_bytes in (1 << 28, 1 << 20):
+    ways = [(1 << 28, False), (1 << 20, False)] + [(1 << 28, True)] * (
+        dtype in {torch.float32, torch.float64}
+    )
+    for max_scratch_bytes, selects in ways:
+        take_way(monkeypatch, selects=selects)
         batch = ScalarBatch((ExactProfile(max_scratch_bytes),), fail, HISTOGRAMS)
         place = batch.add(tensor, histograms=True)
         batch.seal()

@@ -1,4 +1,4 @@
-"""Sorted and counted entries answer alike."""
+"""Sorted, selected, counted and scanned entries answer alike."""
 
 import math
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import torch
 from torchinstruments.statistics import ordered
 from torchinstruments.statistics.ordered import OrderedEntries, count_entries, sort_entries
 from torchinstruments.statistics.scanned import ScannedEntries
+from torchinstruments.statistics.selected import SelectedEntries
 
 ENTRIES = torch.tensor([3.0, -math.inf, 0.0, math.nan, -0.0, 3.0, -2.0, math.inf, -math.nan, 0.5])
 FORMS: dict[str, Callable[[], OrderedEntries]] = {
@@ -17,6 +18,8 @@ FORMS: dict[str, Callable[[], OrderedEntries]] = {
     "sorted_half": lambda: sort_entries(ENTRIES.to(torch.float16)),
     "counted": lambda: count_entries(ENTRIES.to(torch.bfloat16)),
     "counted_float8": lambda: count_entries(ENTRIES.to(torch.float8_e5m2)),
+    "selected": lambda: SelectedEntries(ENTRIES),
+    "selected_wide": lambda: SelectedEntries(ENTRIES.to(torch.float64)),
     "scanned": lambda: ScannedEntries(ENTRIES),
     "scanned_wide": lambda: ScannedEntries(ENTRIES.to(torch.float64)),
 }
@@ -48,10 +51,22 @@ def test_sorting_leaves_the_tensor_as_it_is() -> None:
     assert tensor.tolist() == [3.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("form", [count_entries, sort_entries], ids=["counted", "sorted"])
-def test_nothing_finite_is_nothing(form: Callable[[torch.Tensor], OrderedEntries]) -> None:
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        (count_entries, torch.float16),
+        (sort_entries, torch.float16),
+        (sort_entries, torch.float32),
+        (SelectedEntries, torch.float32),
+        (SelectedEntries, torch.float64),
+    ],
+    ids=str,
+)
+def test_nothing_finite_is_nothing(
+    form: Callable[[torch.Tensor], OrderedEntries], dtype: torch.dtype
+) -> None:
     """Entries without a finite one have no order and no zeros."""
-    ordered = form(torch.tensor([math.nan, math.inf], dtype=torch.float16))
+    ordered = form(torch.tensor([math.nan, math.inf], dtype=dtype))
     assert (ordered.num_finite, ordered.num_zero) == (0, 0)
 
 
@@ -119,7 +134,7 @@ def test_a_prevailing_value_is_counted_like_others(
 ) -> None:
     """Each value is counted as often as it occurs, wherever pairs lie, in tables of 32 and of 64 bits."""
     if not narrow:
-        monkeypatch.setattr(ordered, "_MAX_NARROW_COUNT", 0)
+        monkeypatch.setattr(ordered, "MAX_NARROW_COUNT", 0)
     tensor = entries.to(dtype) if dtype.is_floating_point else torch.nan_to_num(entries, 1.0).to(dtype)
     tensor = tensor[first::step]
     wide = tensor.to(torch.float64)

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchinstruments.records import Absent
+from torchinstruments.statistics import host
 from torchinstruments.statistics.batching import ScalarBatch
 from torchinstruments.statistics.profile import PROFILE_METRICS, ExactProfile
 from unit.statistics.reference import differences, reference
@@ -42,9 +43,11 @@ INTEGERS = (
 )
 
 
-def on_host(tensor: torch.Tensor) -> dict[str, float | Absent]:
-    """Sorts or counts."""
-    return dict(ExactProfile()(tensor))
+def on_host(tensor: torch.Tensor, *, selects: bool = False) -> dict[str, float | Absent]:
+    """Sorts or selects, or counts what is small, whichever is faster on this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "prefers_selection", lambda _: selects)
+        return dict(ExactProfile()(tensor))
 
 
 def scanned(tensor: torch.Tensor) -> dict[str, float | Absent]:
@@ -79,6 +82,7 @@ def fail(probe: str, error: BaseException) -> None:
 
 PATHS: dict[str, Measure] = {
     "host": on_host,
+    "host_selected": partial(on_host, selects=True),
     "packed": packed_with_others,
     "host_scanned": scanned,
     "device": partial(by_device_operations, max_scratch_bytes=1 << 28),
@@ -161,7 +165,7 @@ def test_a_small_spread_of_large_int64_is_not_lost(path: Measure) -> None:
     check(path, torch.arange(1000, dtype=torch.int64) + 2**62)
 
 
-@pytest.mark.parametrize("path", [on_host, scanned])
+@pytest.mark.parametrize("path", [on_host, PATHS["host_selected"], scanned])
 def test_uint64_above_int64_is_exact_on_the_host(path: Measure) -> None:
     """The upper half of uint64 is neither wrapped nor rounded before it is measured."""
     check(path, torch.tensor([2**64 - 1, 2**64 - 2, 2**63, 7], dtype=torch.uint64))

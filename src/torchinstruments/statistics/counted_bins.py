@@ -1,0 +1,156 @@
+"""The counts of a histogram without an order of the entries.
+
+Where an entry stands among evenly spaced edges follows from a subtraction and a multiplication. Both are
+rounded, so that an entry next to an edge may come out on its wrong side. Since neither puts a larger entry
+behind a smaller one, the two values of the dtype around each edge tell whether that can happen at all. Where
+it can, entries whose distance from an edge is within the error are compared with the edge itself.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from torchinstruments.statistics.bins import sorted_counts, thresholds
+from torchinstruments.statistics.moments import CHUNK, Array
+from torchinstruments.statistics.ordered import MAX_NARROW_COUNT, count_codes
+from torchinstruments.statistics.selection import count_true
+
+__all__ = ["counted_bins"]
+
+_MAX_EDGES = 253
+"""Edges whose numbers fit a byte, with one below and one above."""
+
+_MAX_RATIO = 2.0**26
+"""Size of the entries in widths of a bin, up to which a distance is right to a hundred-millionth of a bin."""
+
+_NEAR = 1e-6
+"""Share of a bin within which the side of an edge is decided by a comparison."""
+
+
+_SCALE = 1.0 + 2.0**-50
+"""An entry of float32 that lies on an edge does not fall short of it by rounding."""
+
+
+def counted_bins(entries: Array, edges: Array, low: float, high: float) -> Array | None:
+    """Returns how many entries stand below each edge, at or below the last one; int64.
+
+    Args:
+        entries: Flat and finite, at least one, of a dtype that NumPy knows. Scratch is about 3 MB.
+        edges: float64, ascending.
+        low: The lowest entry.
+        high: The highest entry.
+
+    Returns:
+        The counts, or None for integers that float64 does not hold, for more bins than a byte has numbers,
+        for edges that are not evenly spaced, and for bins too narrow beside the size of the entries, or too
+        wide for float64.
+    """
+    if entries.dtype.kind != "f" and entries.dtype.itemsize == 8:
+        return None
+    if low == high:
+        return sorted_counts(entries[:1], edges) * entries.size
+    width = (float(edges[-1]) - float(edges[0])) / (edges.size - 1)
+    if edges.size > _MAX_EDGES or not _is_ordinary(edges, width):
+        return None
+    last = entries.size if high <= edges[-1] else _at_most(entries, float(edges[-1]))
+    if low >= edges[0] and high <= edges[-1]:
+        below = _below(entries, edges[1:-1], float(edges[0]), width, is_inside=True)
+        return np.concatenate((np.zeros(1, np.int64), below, np.array([last])))
+    below = _below(entries, edges[:-1], float(edges[0]) - width, width, is_inside=False)
+    return np.append(below, last)
+
+
+def _is_ordinary(edges: Array, width: float) -> bool:
+    """Returns whether places in bins can be computed to well within `_NEAR`."""
+    size = max(abs(float(edges[0])), abs(float(edges[-1])))
+    if not (1e-290 < width < math.inf and size <= width * _MAX_RATIO):
+        return False
+    return bool((np.abs((edges - edges[0]) / width - np.arange(edges.size)) < _NEAR / 4).all())
+
+
+def _at_most(entries: Array, edge: float) -> int:
+    """Returns how many entries are not above an edge."""
+    if entries.dtype.kind != "f":
+        return entries.size - int(np.count_nonzero(entries > edge))
+    value = thresholds(np.array([edge]), entries.dtype)[0]
+    return count_true(entries, np.less, value)
+
+
+def _below(entries: Array, edges: Array, anchor: float, width: float, *, is_inside: bool) -> Array:
+    """Returns how many entries stand below each edge.
+
+    Args:
+        entries: Flat and finite.
+        edges: float64, evenly spaced; the first one lies a bin above the anchor.
+        anchor: Place 0.
+        width: Of a bin.
+        is_inside: Whether all entries lie between the anchor and a bin above the last edge.
+    """
+    num_codes = edges.size + 2
+    places = _Places(anchor, _SCALE / width, math.inf if is_inside else edges.size + 0.5)
+    is_sure = places.tell_sides(edges, entries.dtype)
+    # The code of an entry is the number of edges that are not above it; two neighbours are counted at once.
+    table = np.zeros(num_codes << 8, dtype=np.int32 if entries.size < MAX_NARROW_COUNT else np.int64)
+    singles = np.zeros(num_codes, dtype=np.int64)
+    next_edge = np.concatenate((edges, np.full(2, np.inf)))
+    memory = np.empty(min(CHUNK, entries.size), dtype=np.float64)
+    codes_memory = np.empty((2, memory.size), dtype=np.uint8)
+    for start in range(0, entries.size, CHUNK):
+        piece = entries[start : start + CHUNK]
+        found = places.of(piece, memory[: piece.size])
+        codes, above = codes_memory[:, : piece.size]
+        if is_sure:
+            np.copyto(codes, found, casting="unsafe")
+        else:
+            found -= _NEAR
+            np.copyto(codes, found, casting="unsafe")
+            found += 2 * _NEAR
+            np.copyto(above, found, casting="unsafe")
+            unsure = np.flatnonzero(codes != above)
+            if unsure.size:
+                codes[unsure] += piece[unsure].astype(np.float64) >= next_edge[codes[unsure]]
+        num_paired = piece.size - piece.size % 2
+        count_codes(table, codes[:num_paired].view(np.uint16))
+        if num_paired < piece.size:
+            singles[codes[-1]] += 1
+    by_pair = table.reshape(num_codes, 256)
+    counts = by_pair.sum(axis=1) + by_pair.sum(axis=0)[:num_codes] + singles
+    return counts.cumsum()[: edges.size]
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where entries stand among edges, in bins; never further ahead for a smaller entry.
+
+    Attributes:
+        anchor: Place 0.
+        scale: Bins in one unit of the entries.
+        limit: Places beyond are moved here, and negative ones to 0; infinite where there are none.
+    """
+
+    anchor: float
+    scale: float
+    limit: float
+
+    def of(self, entries: Array, out: Array) -> Array:
+        """Returns the places in a float64 array."""
+        np.subtract(entries, self.anchor, out=out, dtype=np.float64)
+        np.multiply(out, self.scale, out=out)
+        if self.limit < math.inf:
+            np.clip(out, 0.0, self.limit, out=out)
+        return out
+
+    def tell_sides(self, edges: Array, dtype: np.dtype[Any]) -> bool:
+        """Returns whether every entry of a dtype comes out on its own side of each edge."""
+        if dtype.kind == "f":
+            first = thresholds(np.append(edges, np.inf), dtype)[:-1]
+            last = np.nextafter(first, dtype.type(-np.inf))
+        else:
+            first = np.ceil(edges)
+            last = first - 1.0
+        number = np.arange(1, edges.size + 1)
+        at_edges = self.of(first, np.empty(edges.size))
+        before = self.of(last, np.empty(edges.size))
+        return bool((at_edges >= number).all() and (before < number).all())

@@ -1,0 +1,142 @@
+"""Order statistics from samples, counts and what lies between."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchinstruments.statistics import selection
+from torchinstruments.statistics.moments import Array
+from torchinstruments.statistics.selection import count_true, select
+
+DTYPES = ("float32", "float64", "int32", "int64", "uint32", "uint64")
+
+
+def selected(entries: Array, ranks: list[int]) -> list[object]:
+    """Returns the entries with these ranks."""
+    found = select(entries, ranks, entries.min(), entries.max())
+    return [found[rank].item() for rank in ranks]
+
+
+def quartile_ranks(size: int) -> list[int]:
+    """Returns the ranks on both sides of the quartiles."""
+    return [(size - 1) * quarters // 4 + above for quarters in (1, 2, 3) for above in (0, 1)]
+
+
+@pytest.mark.parametrize("num_deviations", [0.0, 0.5, 4.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(deadline=None, max_examples=25)
+@given(data=st.data())
+def test_every_rank_is_what_a_sort_puts_there(dtype: str, num_deviations: float, data: st.DataObject) -> None:
+    """Whether the sample helps, misleads or holds one value many times, and however many ranks are wanted."""
+    size = data.draw(st.integers(1, 700))
+    generator = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    num_values = data.draw(st.sampled_from([1, 2, 5, 100, 10_000]))
+    spread = data.draw(st.sampled_from([1, 3, 10]))
+    wide = np.abs(generator.normal(size=size)) ** spread * num_values
+    entries = np.minimum(wide, 2.0**30).astype(dtype)
+    if np.dtype(dtype).kind != "u":
+        entries -= entries.dtype.type(num_values)
+    ranks = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=9))
+    before = entries.copy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "_ENOUGH", 16)
+        patch.setattr(selection, "_PIECE", 100)
+        patch.setattr(selection, "_NUM_DEVIATIONS", num_deviations)
+        assert selected(entries, ranks) == np.sort(entries)[ranks].tolist()
+    assert entries.tobytes() == before.tobytes()
+
+
+def data_of(kind: str, size: int) -> Array:
+    """Returns float32 entries of one kind."""
+    generator = np.random.default_rng(7)
+    entries = generator.standard_normal(size, dtype=np.float32)
+    if kind == "rectified":
+        return np.maximum(entries, np.float32(0))
+    if kind == "ascending":
+        return np.sort(entries)
+    if kind == "periodic":
+        return np.tile(entries[:1000], size // 1000 + 1)[:size]
+    if kind == "narrow":
+        return np.float32(1) + entries * np.float32(1e-6)
+    if kind == "heavy":
+        return entries**9
+    if kind == "whole":
+        return np.round(entries * 3)
+    return entries
+
+
+KINDS = ("normal", "rectified", "ascending", "periodic", "narrow", "heavy", "whole")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_entries_are_put_into_place(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many entries of any kind no more than a last few thousand are ordered, and not a fifth is copied."""
+    entries = data_of(kind, 300_001)
+    ordered: list[int] = []
+    collected: list[int] = []
+    in_place, collect = selection._in_place, selection._collect
+
+    def watched_in_place(entries: Array, asked: dict[int, int]) -> dict[int, np.number]:
+        ordered.append(entries.size if asked else 0)
+        return in_place(entries, asked)
+
+    def watched_collect(entries: Array, brackets: list[selection._Bracket]) -> Array | None:
+        inside = collect(entries, brackets)
+        collected.append(-1 if inside is None else inside.size)
+        return inside
+
+    monkeypatch.setattr(selection, "_in_place", watched_in_place)
+    monkeypatch.setattr(selection, "_collect", watched_collect)
+    ranks = quartile_ranks(entries.size)
+    assert selected(entries, ranks) == np.sort(entries)[ranks].tolist()
+    assert max(ordered) <= selection._ENOUGH
+    assert 0 <= collected[0] < entries.size / 5
+
+
+def test_a_sample_that_misleads_costs_no_more_than_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where half of the entries lie between what a sample promised were near, no further sample is taken."""
+    generator = np.random.default_rng(3)
+    entries = generator.standard_normal(40_000, dtype=np.float32)
+    # A sample of the same few places, which hold the ends.
+    monkeypatch.setattr(selection, "_offsets", lambda: np.zeros(selection._SAMPLE))
+    num_sampled = entries.size // 8
+    places = (np.arange(num_sampled) * (entries.size / num_sampled)).astype(np.intp)
+    entries[places] = np.where(np.arange(num_sampled) % 2, np.float32(9), np.float32(-9))
+    brackets = selection._brackets(entries, [20_000], np.float32(-9), np.float32(9))
+    assert (brackets[0].low, brackets[0].high) == (-9, 9)
+    assert selection._collect(entries, brackets) is None
+    ranks = [20_000, 1, 39_998]
+    assert selected(entries, ranks) == np.sort(entries)[ranks].tolist()
+
+
+def test_zeros_of_both_signs_are_equal() -> None:
+    """Neither is below the other."""
+    entries = np.tile(np.array([0.0, -0.0, 1.0, -0.0]), 10_000)
+    assert selected(entries, quartile_ranks(entries.size)) == [0.0] * 4 + [0.0, 1.0]
+
+
+def test_scattered_numbers_fill_their_range_evenly() -> None:
+    """A tenth of them is in each tenth of the range, and neighbours have nothing to do with each other."""
+    numbers = selection.scattered(8192)
+    assert 0 <= numbers.min() < numbers.max() < 1
+    assert np.abs(np.histogram(numbers, 10, (0, 1))[0] - 819.2).max() < 120
+    assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.05
+
+
+def test_the_random_state_of_the_program_is_left_alone() -> None:
+    """Places of a sample come from a generator of their own."""
+    selection._offsets.cache_clear()
+    states = np.random.get_state(legacy=False)["state"], torch.get_rng_state()
+    selected(data_of("normal", 20_000), [10_000])
+    assert np.array_equal(np.random.get_state(legacy=False)["state"]["key"], states[0]["key"])
+    assert torch.equal(torch.get_rng_state(), states[1])
+
+
+@pytest.mark.parametrize("size", [1, selection._PIECE - 1, selection._PIECE, 2 * selection._PIECE + 5])
+def test_comparisons_are_counted_in_pieces(size: int) -> None:
+    """Every entry once."""
+    entries = np.arange(size, dtype=np.int64)
+    assert count_true(entries, np.less, np.int64(size // 2)) == size // 2
+    assert count_true(entries, np.equal, np.int64(size - 1)) == 1
