@@ -40,7 +40,12 @@ from torchinstruments.observe.observation import (
     error_reason,
     note_tensor,
 )
-from torchinstruments.observe.parameters import ParameterGradients, lack_gradients, take_parameters
+from torchinstruments.observe.parameters import (
+    ParameterGradients,
+    lack_flattened,
+    lack_gradients,
+    take_parameters,
+)
 from torchinstruments.observe.selection import Layer
 from torchinstruments.observe.sharding import NOT_SHARDED, Sharding
 from torchinstruments.observe.slots import CallSlot, LayerSlot, RegionSlot
@@ -236,6 +241,8 @@ class SampledForward:
                 take_parameters(self._part, call, self._sharding.managed, self._tally)
             if self._parameters is None:
                 continue
+            if self._position.grad_enabled or self._is_checkpointed:
+                lack_flattened(self._part, call)
             if self._is_checkpointed:
                 lack_gradients(self._part, call, self._sharding.managed, Reason.REENTRANT_CHECKPOINT.value)
             elif self._position.grad_enabled:
