@@ -444,7 +444,7 @@ class RootProbe:
                     if self._root_layer is not None:
                         call.sampled.observe(self._root_layer, output)
                     if call.depth == 1:
-                        call.sampled.returned(output)
+                        call.sampled.returned(output, self._watch.model)
             finally:
                 # Whatever became of the sample, a stance that was taken for it has to be left.
                 self._leave(call, output, failed=failed)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
+from typing_extensions import override
 
 from torchinstruments.observe.compiled import NOTHING_COMPILED, compiled_parts
 from torchinstruments.observe.sampling import EveryNForwardsSampler
@@ -330,3 +331,61 @@ def test_a_fused_model_that_is_compiled_after_attach_is_seen_from_the_next_step_
     step()
     assert observer.counters.forwards == 2
     observer.close()
+
+
+class _Function(nn.Module):
+    """Calls a layer in a function that is compiled, and never another one."""
+
+    def __init__(self, *, on_instance: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.unused = nn.Linear(4, 4)
+        if on_instance:
+            vars(self)["function"] = torch.compile(self.function, backend="eager")
+
+    def function(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 4) -> the same."""
+        return self.inner(x).relu()
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 4) -> the same."""
+        return self.function(x)
+
+
+class _Method(_Function):
+    """The same with a method that is compiled for all instances."""
+
+    function = torch.compile(_Function.function, backend="eager")
+
+
+@pytest.mark.parametrize("kind", ["instance", "class"])
+def test_layers_in_a_compiled_function_say_that_they_may_be_inside(session: MemorySession, kind: str) -> None:
+    """In every sample, and those beside it are measured; the catalog says that they never fired."""
+    part = _Method(on_instance=False) if kind == "class" else _Function(on_instance=True)
+    model = nn.Sequential(part, nn.Linear(4, 2))
+    observer = observe(model, session)
+    for _ in range(3):
+        model(torch.ones(3, 4)).sum().backward()
+    observer.close()
+    found = {layer: (how, why.partition(":")[0]) for layer, (how, why) in of_layers(session).items()}
+    inside = ("inside_compiled", "inside_compiled")
+    assert found == {"0.inner": inside, "0.unused": inside, "1": ("eager", "")}
+    assert len(session.of(Signal.OUTPUT)) == 3 * 3
+    assert {m.layer: (m.expected, m.fired) for m in session.modules} == {
+        "0.inner": (True, 0),
+        "0.unused": (True, 0),
+        "1": (True, 3),
+    }
+
+
+def test_layers_that_are_not_called_in_a_model_without_compiled_functions_have_no_rows(
+    session: MemorySession,
+) -> None:
+    """Nothing tells why, and compiled functions elsewhere in the program are no reason."""
+    model = nn.Sequential(_Function(on_instance=False), nn.Linear(4, 2))
+    torch.compile(torch.relu, backend="eager")(torch.ones(1))
+    observer = observe(model, session)
+    model(torch.ones(3, 4))
+    observer.close()
+    assert of_layers(session) == {"0.inner": ("eager", ""), "1": ("eager", "")}
