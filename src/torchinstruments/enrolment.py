@@ -45,7 +45,7 @@ from torchinstruments.store.local_target import LocalTarget
 from torchinstruments.store.schema import SCHEMA_VERSION
 from torchinstruments.store.spool import SpoolTarget
 from torchinstruments.store.target import PartTarget
-from torchinstruments.store.urls import local_path
+from torchinstruments.store.urls import beside, local_path
 
 __all__ = [
     "MAX_DIRECT_WORLD_SIZE",
@@ -102,6 +102,8 @@ class Enrolment:
         run: The record of the run.
         agreement: The agreement that it came from; its service answers late ranks.
         target: Where parts go; None on a rank that does not observe.
+        url: Of the folder that this rank's rows go to, without secrets: the agreed one, or that of a host
+            which does not share the leader's disk.
         spool_path: Folder of the spool, where there is one.
         copy_folder: Local folder of the rank, for the copy of its history; None where it is remote.
         notices: Sentences that the user should read once.
@@ -111,6 +113,7 @@ class Enrolment:
     run: RunRecord
     agreement: Agreement
     target: PartTarget | None
+    url: str
     spool_path: str
     copy_folder: Path | None
     notices: tuple[str, ...]
@@ -152,6 +155,8 @@ def enrol(
     store = connect(identity)
     members = _Members()
 
+    me = Member(identity.rank, identity.process, identity.host, identity.local_rank, observing)
+
     def claim() -> Claim:
         run_id = destination.run_id or configured_run_id()
         made_here = run_id is None
@@ -166,6 +171,7 @@ def enrol(
             may_fail=not identity.restart_count,
             assumed_generation=max(identity.restart_count or 0, num_kept),
             lowest_generation=num_kept,
+            members=(me,),
         )
         claimed = claim_in_child(_in_run(destination.url, run_id), destination.storage_options, request)
         if not claimed.failure:
@@ -204,16 +210,16 @@ def enrol(
         if agreement.service is not None:
             # This rank is about to raise, and the others have to hear why before it is gone.
             agreement.service.wait_until_complete(FAILURE_TIMEOUT_S)
-        return Enrolment(agreed, run, agreement, None, "", None, ())
+        return Enrolment(agreed, run, agreement, None, agreed.url, "", None, ())
     url = _in_run(destination.url, agreed.run_id)
     place = _Place(identity, destination, url, agreed, run, plan.policy, started_at)
     notices = _notices(identity, destination, agreed, agreement)
     target: PartTarget | None = None
     copy_folder: Path | None = None
-    spool_path = ""
+    shown_url, spool_path = agreed.url, ""
     if observing:
         try:
-            target, copy_folder, spool_path = place.open()
+            target, shown_url, copy_folder, spool_path = place.open()
         except OSError as error:
             notices.append(
                 f"rank {identity.rank} can write neither to {agreed.url} nor to a spool ({error}); "
@@ -223,16 +229,22 @@ def enrol(
         members.write_with(place.members_writer(target))
         if agreement.service is None:
             # Nobody else could be asked, and in a world of one there is nobody else.
-            me = Member(identity.rank, identity.process, identity.host, identity.local_rank, observing)
             try:
                 members.tell((me,), identity.world_size == 1)
             except OSError as error:
                 notices.append(f"the members of generation {agreed.generation} could not be stored: {error}")
-    return Enrolment(agreed, run, agreement, target, spool_path, copy_folder, tuple(notices))
+    return Enrolment(agreed, run, agreement, target, shown_url, spool_path, copy_folder, tuple(notices))
 
 
 def _notices(identity: Identity, destination: Destination, agreed: Claim, agreement: Agreement) -> list[str]:
     """Returns what this rank's user should read: the leader says what all share, a rank what is its own."""
+    if agreement.leader and identity.rank > 0:
+        notice = (
+            f"rank {identity.rank} waited {agreement.waited_s:.0f} s for a lower rank to attach an observer, "
+            f"and leads the run now, as the lowest rank that did; to have no rank wait, call inject_observer "
+            f"on every rank and choose those that measure with rank_policy"
+        )
+        return [notice, *([agreed.notice] if agreed.notice else [])]
     if agreement.leader or not agreement.verified:
         return [agreed.notice] if agreed.notice else []
     if destination.run_id not in {None, agreed.run_id}:
@@ -317,13 +329,12 @@ class _Place:
         self._folder = rank_folder(identity.rank, alone=alone)
         self._is_remote = is_remote(url)
 
-    def open(self) -> tuple[PartTarget, Path | None, str]:
-        """Returns the target, the local folder for copies and the path of the spool.
+    def open(self) -> tuple[PartTarget, str, Path | None, str]:
+        """Returns the target, the run's URL there, the local folder for copies and the path of the spool.
 
         Raises:
             OSError: Not even a spool can be made.
         """
-        copy_folder = None if self._is_remote else Path(self._claim.url) / self._folder
         if (
             not self._is_remote
             and self._claim.verified
@@ -336,9 +347,15 @@ class _Place:
                 if self._identity.local_rank == 0:
                     ensure_generation(home, self._generation((), complete=False, leader_process=""))
                 target = LocalTarget(home, self._folder, self._identity.process)
-                return target, Path(home.url) / self._folder, ""
+                return target, home.url, Path(home.url) / self._folder, ""
         spool = self._open_spool()
-        return spool, copy_folder, spool.path
+        if self._is_remote:
+            return spool, self._claim.url, None, spool.path
+        # Where the spool's uploader goes: to the agreed folder, unless this host has one of its own.
+        url = local_path(self._url)
+        if self._claim.url == local_path(beside(self._url, self._claim.run_id)):
+            url = self._claim.url
+        return spool, url, Path(url) / self._folder, spool.path
 
     def members_writer(self, target: PartTarget | None) -> Callable[[tuple[Member, ...], bool], None]:
         """Returns what stores the members of the generation (leader's thread)."""

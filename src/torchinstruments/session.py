@@ -133,7 +133,7 @@ class RunSession:
     def url(self) -> str:
         """Where the run lies, without secrets; until that is agreed, where it was asked for."""
         enrolment = self._enrolment
-        return enrolment.claim.url if enrolment is not None else redact(self._destination.url)
+        return enrolment.url if enrolment is not None else redact(self._destination.url)
 
     @property
     def world_size(self) -> int:

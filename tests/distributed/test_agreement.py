@@ -83,8 +83,8 @@ def _kept(channel: str, own: str) -> str:
 
 
 def test_an_initialised_group_says_who_a_rank_is(rank_pool):
-    """It wins over every variable."""
-    assert rank_pool.run(_who) == [(0, 2, 0, "process_group"), (1, 2, 1, "process_group")]
+    """The launcher is still named, whose variables say the same."""
+    assert rank_pool.run(_who) == [(0, 2, 0, "torchrun"), (1, 2, 1, "torchrun")]
 
 
 def test_all_ranks_agree_over_a_clone_of_the_groups_store(rank_pool):

@@ -18,8 +18,14 @@ INTERVAL_S = 0.1
 STEPS = 250
 
 
-def _train(folder: str, wrapped: bool, immediate: bool, pauses_s: tuple[float, float]) -> tuple[int, int]:
-    """Trains with rank 1 some 50 ms behind rank 0; returns the samples and the missed ones."""
+def _train(
+    folder: str, wrapped: bool, immediate: bool, pauses_s: tuple[float, float], tied: bool
+) -> tuple[int, int]:
+    """Trains with rank 1 some 50 ms behind rank 0; returns the samples and the missed ones.
+
+    Ranks that are `tied` wait for each other once a step, as a data loader or a printed loss may have it:
+    of two that nothing ties, one may run away from the other for as long as the machine is busy.
+    """
     rank = dist.get_rank()
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -35,6 +41,9 @@ def _train(folder: str, wrapped: bool, immediate: bool, pauses_s: tuple[float, f
     dist.barrier()
     time.sleep(0.05 * rank)
     for step in range(STEPS):
+        if tied:
+            dist.barrier()
+            time.sleep(0.05 * rank if step % 25 == 0 else 0.0)
         for _ in range(2):
             model(torch.randn(4, 4)).sum().backward()
         optimizer.step()
@@ -56,7 +65,9 @@ def _keys(folder: Path, *, missed: bool) -> list[set[tuple[int, ...]]]:
 @pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "without-synchronisation"])
 def test_ranks_50_ms_apart_measure_the_same_forwards(rank_pool, tmp_path: Path, wrapped: bool) -> None:
     """At least 99 % of the samples are common to both ranks, and every other one is missed on one of them."""
-    counted = rank_pool.run(_train, str(tmp_path / "run"), wrapped, immediate=True, pauses_s=(0.01, 0.01))
+    counted = rank_pool.run(
+        _train, str(tmp_path / "run"), wrapped, immediate=True, pauses_s=(0.01, 0.01), tied=not wrapped
+    )
 
     taken, missed = _keys(tmp_path / "run", missed=False), _keys(tmp_path / "run", missed=True)
     assert [(len(taken[rank]), len(missed[rank])) for rank in (0, 1)] == counted
@@ -75,7 +86,9 @@ def test_ranks_50_ms_apart_measure_the_same_forwards(rank_pool, tmp_path: Path, 
 
 def test_a_rank_that_runs_ahead_misses_what_it_passed(rank_pool, tmp_path: Path) -> None:
     """Five times as fast as the leader, it hears of attempts that it has left behind, and says so."""
-    counted = rank_pool.run(_train, str(tmp_path / "run"), False, immediate=False, pauses_s=(0.01, 0.0))
+    counted = rank_pool.run(
+        _train, str(tmp_path / "run"), False, immediate=False, pauses_s=(0.01, 0.0), tied=False
+    )
 
     taken, missed = _keys(tmp_path / "run", missed=False), _keys(tmp_path / "run", missed=True)
     assert [(len(taken[rank]), len(missed[rank])) for rank in (0, 1)] == counted

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 from torchinstruments import AlwaysSampler, inject_observer, open_run, remove_observer
+from torchinstruments.testing.collectives import no_collectives
 
 NUM_STEPS = 3
 MICRO_BATCHES = 4
@@ -75,9 +76,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _compare(schedule: str, wrapper: str, folder: str) -> bool:
-    """Returns whether a training is the same with and without an observer."""
+    """Returns whether a training is the same with and without an observer, which issues no collective."""
     bare = _train(schedule, wrapper, "")
-    observed = _train(schedule, wrapper, folder)
+    with no_collectives():
+        observed = _train(schedule, wrapper, folder)
     return all(torch.equal(a, b) for a, b in zip(bare, observed, strict=True))
 
 
@@ -108,3 +110,20 @@ def test_a_stage_has_a_micro_batch_for_each_call_and_says_pipelined(
         manifest = json.loads(path.read_text())
         assert manifest["counters"]["errors"]["tracing"] == 1
         assert manifest["counters"]["forwards"] == NUM_STEPS * MICRO_BATCHES
+
+
+def _exchange() -> float:
+    """Returns what a rank receives through operations of which one was made before the guard."""
+    other = 1 - dist.get_rank()
+    received = torch.empty(1)
+    receiving = dist.P2POp(dist.irecv, received, other)
+    with no_collectives():
+        sending = dist.P2POp(dist.isend, torch.full((1,), float(dist.get_rank())), other)
+        for work in dist.batch_isend_irecv([receiving, sending]):
+            work.wait()
+    return received.item()
+
+
+def test_the_guard_lets_a_programs_point_to_point_operations_through(rank_pool):
+    """Torch knows the functions in them by identity."""
+    assert rank_pool.run(_exchange) == [1.0, 0.0]

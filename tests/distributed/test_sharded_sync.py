@@ -221,6 +221,10 @@ def test_the_backward_decides_under_fully_sharded_data_parallel(rank_pool, tmp_p
         assert steps["last_micro_batch_sync"].to_list() == expected
         assert _of_gradients(tmp_path, rank) == expected
     rows = open_run(str(tmp_path)).history().filter(pl.col("signal") == "parameter_gradient").collect()
+    is_flattened = pl.col("unavailable_reason").str.starts_with("inside_flat_parameter")
+    # The layer inside has nothing left of its own, and says so beside the flat parameter's rows.
+    assert set(rows.filter(is_flattened)["layer"]) == ({"0"} if flat else set())
+    rows = rows.filter(~is_flattened)
     reduced = rows.filter((pl.col("stage") == "reduced") & (pl.col("metric") == "mean"))
     for rank in (0, 1):
         own = reduced.filter(pl.col("rank") == rank).sort("sample_id")

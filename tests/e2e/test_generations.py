@@ -21,7 +21,7 @@ from torchinstruments.store.filesystem import open_storage
 STEPS = 4
 
 WORKER = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -45,6 +45,8 @@ def attach(model):
 model = nn.Linear(4, 1)
 if settings.get("attach_first"):
     observer = attach(model)
+    if settings.get("dies") == "at once":
+        os.kill(os.getpid(), signal.SIGKILL)
     join()
     model = nn.parallel.DistributedDataParallel(model)
 else:
@@ -55,10 +57,14 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(settings["steps"]):
     model(torch.randn(4, 4)).sum().backward()
     optimizer.step()
-if settings.get("dies", ["", ""])[0] == restarts:
+if settings.get("dies", ("", ""))[0] == restarts:
     observer.flush()
     dist.barrier()
     if settings["dies"][1] == os.environ["RANK"]:
+        # The leader's thread tells who is there when it has heard of all, at no particular moment.
+        record = f"{settings['folder']}/generations/{int(restarts):03d}.json"
+        while not json.load(open(record))["members_complete"]:
+            time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
 dist.barrier()
 remove_observer(observer._probe._model() if settings.get("attach_first") else model)
@@ -181,7 +187,7 @@ def test_a_killed_worker_comes_back_as_the_next_generation(tmp_path: Path) -> No
 
     result = merged(str(tmp_path / "run"))
     assert samples_of(str(tmp_path / "run")) == every_attempt((0, 0), (0, 1), (1, 0), (1, 1))
-    assert result["run"]["run_id"] == "night-7"
+    assert (result["run"]["run_id"], result["run"]["launcher"]) == ("night-7", "torchrun")
     assert [one["members_complete"] for one in result["generations"]] == [True, True]
     assert [[rank for rank, _ in one] for one in members(result)] == [[0, 1], [0, 1]]
     assert len({process for one in members(result) for _, process in one}) == 4
@@ -208,6 +214,24 @@ def test_a_restart_with_fewer_ranks_believes_nothing_of_the_larger_world(tmp_pat
     assert [one["present_ranks"] for one in result["generations"]] == [[0, 1, 2], [0, 1]]
     assert [[rank for rank, _ in one] for one in members(result)] == [[0, 1, 2], [0, 1]]
     assert samples_of(str(tmp_path / "run")) == every_attempt((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))
+
+
+def test_a_leader_that_dies_at_once_is_a_member_of_its_generation(tmp_path: Path) -> None:
+    """It stands there from its claim on, before it can have heard of anybody."""
+    settings = {"folder": str(tmp_path / "run"), "attach_first": True, "dies": "at once"}
+    environ = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    agent = Agent(tmp_path, "short")
+    environ["MASTER_PORT"] = str(agent.store.port)
+    end([start(agent.script, settings, agent.spool, environ)], [-signal.SIGKILL])
+    record = json.loads((tmp_path / "run" / "generations" / "000.json").read_text())
+    assert record["members_complete"] is False
+    assert [(one["rank"], one["process"]) for one in record["members"]] == [(0, record["leader_process"])]
 
 
 def test_ranks_that_change_hosts_keep_one_numbering_without_a_shared_folder(tmp_path: Path) -> None:
@@ -247,7 +271,7 @@ def test_two_agents_without_a_shared_folder_write_one_run(tmp_path: Path) -> Non
     agents = [
         start(script, {"folder": url, "steps": STEPS}, tmp_path / "spool", {}, *launcher) for url in urls
     ]
-    end(agents, [0, 0])
+    done = end(agents, [0, 0])
 
     records = [json.loads((Path(url) / "run.json").read_text()) for url in urls]
     assert [record["run_id"] for record in records] == ["two-hosts", "two-hosts"]
@@ -255,6 +279,8 @@ def test_two_agents_without_a_shared_folder_write_one_run(tmp_path: Path) -> Non
     assert samples_of(*urls) == every_attempt((0, 0), (0, 1))
     assert result["coverage"]["complete"], result["coverage"]
     assert [[rank for rank, _ in one] for one in members(result)] == [[0, 1]]
+    shown = {line.removeprefix("URL ") for one in done for line in one.stdout.splitlines() if "URL" in line}
+    assert shown == set(urls)
     assert [sorted(path.name for path in Path(url).glob("rank-*")) for url in urls] in (
         [["rank-000"], ["rank-001"]],
         [["rank-001"], ["rank-000"]],

@@ -370,6 +370,34 @@ def test_alignment_tells_the_share_of_common_samples(tmp_path: Path) -> None:
     assert [(rank["samples"], rank["missed_samples"]) for rank in ranks] == [(4, 0), (2, 1)]
 
 
+def _generations_of(tmp_path: Path, ranks: list[list[int]], world_sizes: list[int]) -> dict[str, Any]:
+    """Returns the alignment of a run in which the ranks of each generation have four samples each."""
+    run = RunFolder(tmp_path / "run", world_size=world_sizes[0]).run()
+    for generation, world_size in enumerate(world_sizes):
+        run.generation(generation, world_size=world_size)
+        for rank in range(world_size):
+            process = f"{generation}{rank:07x}"
+            run.manifest(rank, process, generation=generation)
+            if rank in ranks[generation]:
+                rows = [{"sample_id": one, "attempt": one} for one in range(4)]
+                run.samples(rank, rows, process, generation=generation)
+    return coverage_of(run)["alignment"]
+
+
+def test_a_sample_is_judged_by_the_ranks_of_its_generation(tmp_path: Path) -> None:
+    """Three ranks, then two after a restart: each measured whatever it could."""
+    alignment = _generations_of(tmp_path, [[0, 1, 2], [0, 1]], [3, 2])
+    assert (alignment["ranks"], alignment["samples"], alignment["samples_common_to_all_ranks"]) == (3, 8, 8)
+    assert alignment["share_common_to_all_ranks"] == 1.0
+
+
+def test_a_rank_that_measured_nothing_in_one_generation_leaves_nothing_common_there(tmp_path: Path) -> None:
+    """It was expected there, and it measured in another one."""
+    alignment = _generations_of(tmp_path, [[0, 1, 2], [0, 1]], [3, 3])
+    assert (alignment["samples"], alignment["samples_common_to_all_ranks"]) == (8, 4)
+    assert alignment["share_common_to_all_ranks"] == 0.5
+
+
 def test_without_attempts_forwards_are_matched_by_index(tmp_path: Path) -> None:
     """Where no optimizer was seen, samples are matched by the index of their forward."""
     run = RunFolder(tmp_path / "run", world_size=2).run()

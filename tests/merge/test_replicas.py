@@ -147,6 +147,25 @@ def test_what_cannot_be_judged_is_not(tmp_path: Path, rows: list[Row] | None, re
     assert (section["equal"], section["unavailable_reason"]) == (None, reason)
 
 
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (("mesh dp=S(0)@0 ranks=0", "mesh dp=S(0)@1 ranks=1"), "no_replicas"),
+        (("ddp ranks=0", "mesh dp=S(0)@1 ranks=1,3"), "no_common_attempts"),
+    ],
+)
+def test_a_model_of_which_no_two_ranks_hold_the_same_has_no_replicas(
+    tmp_path: Path, keys: tuple[str, str], reason: str
+) -> None:
+    """Their attempts are common; a key that names a rank whose rows are not there is another matter."""
+    run = whole(tmp_path / "run", 2)
+    for rank, key in enumerate(keys):
+        run.fingerprints(rank, rows_of(range(4), replica_key=key), process_of(rank))
+    section = replicas_of(run)
+    assert (section["equal"], section["unavailable_reason"]) == (None, reason)
+    assert section["replica_keys"] == 2
+
+
 def test_two_processes_of_one_attempt_are_not_judged(tmp_path: Path) -> None:
     """Two processes under one rank and attempt are named as ambiguous; they are no divergence."""
     run = whole(tmp_path / "run")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from torchinstruments import enrolment
 from torchinstruments.enrolment import (
     MAX_DIRECT_WORLD_SIZE,
     Destination,
@@ -117,6 +118,45 @@ def test_a_rank_that_hears_nothing_keeps_its_rows_in_the_spool(tmp_path: Path) -
     assert "unverified" in found.notices[0]
     assert not (tmp_path / "run").exists()
     found.target.close()
+
+
+@pytest.mark.parametrize("world_size", [2, MAX_DIRECT_WORLD_SIZE + 1], ids=["direct", "spooled"])
+def test_the_url_is_that_of_the_place_where_this_rank_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    """The leader's folder may be on a disk that this host does not have."""
+    claim = replace(CLAIM, url="/leaders/disk/run")
+    agreement = Agreement(claim, leader=False, verified=True)
+    monkeypatch.setattr(enrolment, "agree", lambda *_, **__: agreement)
+    found = enrolled(tmp_path / "here" / "run", identity(1, world_size))
+    assert found.target is not None
+    assert found.url == str(tmp_path / "here" / "run")
+    assert found.copy_folder == tmp_path / "here" / "run" / "rank-001"
+    if isinstance(found.target, SpoolTarget):
+        found.target.close()
+
+
+def test_the_url_of_a_shared_folder_is_the_one_beside_another_run(tmp_path: Path) -> None:
+    """The rank writes there, whether it reads that from the claim or from the folder."""
+    enrolled(tmp_path / "run", identity(), run_id="other")
+    for world_size in (2, MAX_DIRECT_WORLD_SIZE + 1):
+        found = enrolled(tmp_path / "run", identity(0, world_size))
+        assert found.target is not None
+        assert found.url == found.claim.url == str(tmp_path / "run" / "run-r")
+        if isinstance(found.target, SpoolTarget):
+            found.target.close()
+
+
+def test_a_rank_that_leads_since_no_lower_one_attached_says_why_it_waited(tmp_path: Path) -> None:
+    """Nobody else says so, and what the claim has to say is said too."""
+    claim = replace(CLAIM, notice="the folder is taken")
+    agreement = Agreement(claim, leader=True, verified=True, waited_s=20.4)
+    waited, taken = _notices(identity(1, 2), Destination(str(tmp_path), None, None), claim, agreement)
+    assert "rank 1 waited 20 s for a lower rank" in waited
+    assert "rank_policy" in waited
+    assert taken == "the folder is taken"
+    first = _notices(identity(0, 2), Destination(str(tmp_path), None, None), claim, agreement)
+    assert first == ["the folder is taken"]
 
 
 def test_a_rank_that_does_not_observe_has_no_target(tmp_path: Path) -> None:

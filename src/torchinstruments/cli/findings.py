@@ -11,6 +11,7 @@ _Record = Mapping[str, object]
 _NOT_JUDGED = {
     "no_fingerprints": "not known: the run has no fingerprints (fingerprints=True takes them)",
     "no_replica_keys": "not known: no tensor is known to be the same on several ranks",
+    "no_replicas": "not known: each rank holds parts of the model that no other rank holds",
     "no_common_attempts": "not known: no attempt has fingerprints of two replicas",
     "single_rank": "not known: one rank alone has times",
     "few_common_attempts": "not known: the ranks have too few attempts in common",

@@ -2,9 +2,13 @@
 
 Between ranks a sample is known by (generation, attempt, forward_in_attempt); where a rank saw no attempts, by
 (generation, forward_index). A sample id counts one process's own samples and is never compared.
+
+A sample is common to all ranks where each rank of its own generation measured it: a world that was restarted
+with fewer ranks measures no less for that.
 """
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -37,42 +41,49 @@ def sample_keys(
 
 @dataclass(slots=True)
 class AlignmentFold:
-    """Folds the keys of one rank after the other; memory is that of two ranks.
+    """Folds the keys of one rank after the other; memory is that of two ranks."""
 
-    Attributes:
-        num_ranks: Ranks with samples so far.
-    """
+    _ranks: dict[int, set[int]] = field(default_factory=dict)
+    _common: dict[int, SampleKeys] = field(default_factory=dict)
+    _union: dict[int, SampleKeys] = field(default_factory=dict)
 
-    num_ranks: int = 0
-    _common: SampleKeys | None = None
-    _union: SampleKeys | None = None
-
-    def add(self, keys: SampleKeys) -> None:
-        """Takes the keys of a rank; a rank without samples does not count."""
-        if len(keys) == 0:
-            return
-        self.num_ranks += 1
-        if self._common is None or self._union is None:
-            self._common = self._union = keys
-            return
-        if not np.array_equal(keys, self._common):
-            self._common = _plain(np.intersect1d(_records(self._common), _records(keys), assume_unique=True))
-        if not np.array_equal(keys, self._union):
-            self._union = _plain(np.union1d(_records(self._union), _records(keys)))
+    def add(self, rank: int, keys: SampleKeys) -> None:
+        """Takes the keys of a rank; a rank without samples in any generation does not count."""
+        generations, starts = np.unique(keys[:, 0], return_index=True)
+        for generation, own in zip(generations.tolist(), np.split(keys, starts[1:]), strict=False):
+            self._ranks.setdefault(generation, set()).add(rank)
+            common = self._common.setdefault(generation, own)
+            union = self._union.setdefault(generation, own)
+            if not np.array_equal(own, common):
+                found = np.intersect1d(_records(common), _records(own), assume_unique=True)
+                self._common[generation] = _plain(found)
+            if not np.array_equal(own, union):
+                self._union[generation] = _plain(np.union1d(_records(union), _records(own)))
 
     @property
     def samples(self) -> SampleKeys:
         """The samples of all ranks together."""
-        return np.zeros((0, len(_WITH_ATTEMPTS)), np.int64) if self._union is None else self._union
+        unions = [self._union[generation] for generation in sorted(self._union)]
+        return np.concatenate(unions) if unions else np.zeros((0, len(_WITH_ATTEMPTS)), np.int64)
 
-    def record(self) -> dict[str, object]:
-        """Returns ``coverage.alignment``."""
-        num_common = 0 if self._common is None else len(self._common)
-        num_all = 0 if self._union is None else len(self._union)
-        has_attempts = self._union is not None and bool((self._union[:, 1] >= 0).any())
+    def record(self, ranks_by_generation: Mapping[int, Collection[int]]) -> dict[str, object]:
+        """Returns ``coverage.alignment``.
+
+        Args:
+            ranks_by_generation: Ranks that were expected or present in each generation. One of them that has
+                samples in other generations alone leaves none of this one common to all.
+        """
+        ranks = {rank for found in self._ranks.values() for rank in found}
+        num_common = num_all = 0
+        has_attempts = False
+        for generation, union in self._union.items():
+            num_all += len(union)
+            has_attempts = has_attempts or bool((union[:, 1] >= 0).any())
+            if ranks.intersection(ranks_by_generation.get(generation, ())) <= self._ranks[generation]:
+                num_common += len(self._common[generation])
         return {
             "key": list(_WITH_ATTEMPTS if has_attempts or num_all == 0 else _WITHOUT_ATTEMPTS),
-            "ranks": self.num_ranks,
+            "ranks": len(ranks),
             "samples": num_all,
             "samples_common_to_all_ranks": num_common,
             "share_common_to_all_ranks": num_common / num_all if num_all else None,

@@ -67,7 +67,7 @@ class CoverageFold:
         self._views += views
         self.set_aside += reading.set_aside
         self._num_foreign += reading.foreign_parts
-        self.alignment.add(reading.keys)
+        self.alignment.add(reading.rank, reading.keys)
         if views and len(reading.keys) == 0:
             self._without_samples.append(reading.rank)
         for one in reading.disagreements:
@@ -114,7 +114,8 @@ class CoverageFold:
             "disagreements": [*self._disagreements, *surplus],
             "rows_dropped": dropped,
             "rows_in_spool": spooled,
-            "alignment": self.alignment.record() | {"ranks_without_samples": self._without_samples},
+            "alignment": self.alignment.record(self._ranks_by_generation())
+            | {"ranks_without_samples": self._without_samples},
             "modules_never_fired": self.fired.record(),
         }
         sections["complete"] = is_complete = not (

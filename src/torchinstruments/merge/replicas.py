@@ -120,7 +120,9 @@ class ReplicaFold:
         reason = ""
         if not judged:
             reason = "no_fingerprints" if not self._has_rows else "no_replica_keys"
-            reason = "no_common_attempts" if keyed else reason
+            if keyed:
+                is_alone = all(_names_one_rank(one.group) for one in keyed)
+                reason = "no_replicas" if is_alone else "no_common_attempts"
         return {
             "equal": not found if judged else None,
             "unavailable_reason": reason,
@@ -190,6 +192,11 @@ def _complete(divergence: _Divergence, uniform: list[Range]) -> None:
             divergence.equal_before = _At(last, one.num_ranks)
         if first > divergence.last.moment and (after is None or first < after.moment):
             divergence.equal_after = _At(first, one.num_ranks)
+
+
+def _names_one_rank(replica_key: str) -> bool:
+    """Returns whether a key says that no other rank holds the same: a part of a model that is only spread."""
+    return replica_key.rpartition("ranks=")[2].isdecimal()
 
 
 def _by_order(one: _Divergence) -> tuple[int, int, int]:

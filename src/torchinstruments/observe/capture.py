@@ -16,14 +16,14 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from torchinstruments.observe.applied import ParameterTracker
 from torchinstruments.observe.backward_sync import BackwardSync
-from torchinstruments.observe.compiled import CompiledParts
+from torchinstruments.observe.compiled import CompiledParts, may_be_called_inside
 from torchinstruments.observe.direct import DirectLayer, ForwardOverride
 from torchinstruments.observe.engine import is_in_backward
 from torchinstruments.observe.faults import Faults, Tally, too_deep
@@ -40,7 +40,12 @@ from torchinstruments.observe.observation import (
     error_reason,
     note_tensor,
 )
-from torchinstruments.observe.parameters import ParameterGradients, lack_gradients, take_parameters
+from torchinstruments.observe.parameters import (
+    ParameterGradients,
+    lack_flattened,
+    lack_gradients,
+    take_parameters,
+)
 from torchinstruments.observe.selection import Layer
 from torchinstruments.observe.sharding import NOT_SHARDED, Sharding
 from torchinstruments.observe.slots import CallSlot, LayerSlot, RegionSlot
@@ -60,6 +65,9 @@ __all__ = ["SampledForward"]
 
 _PROBE = "forward"
 _OF_OUTPUTS = (Signal.OUTPUT, Signal.OUTPUT_GRADIENT)
+_COMPILED_FUNCTION = Reason.INSIDE_COMPILED.with_detail(
+    "no hook of it ran, and a module around it has a compiled function, which may have called it"
+)
 _TAKES_NO_HOOK = (Reason.UNSUPPORTED_LAYOUT.value, Reason.META_TENSOR.value, Reason.GRAPH_CAPTURE.value)
 """Why neither an output nor its gradient is measured: there is no real tensor to hook, or not now."""
 
@@ -71,6 +79,7 @@ class _Progress:
     Attributes:
         calls: Calls by index of the layer, those among them of which nothing could be seen.
         begun: Calls whose inputs were taken and whose outputs were not yet, innermost last.
+        unseen: Indices of the layers whose calls cannot be seen, of which that is said already.
         fired: Indices of the layers that were called, in the order of their first calls.
         hooks: On layers, each with its module.
         slots: On layers that must not have hooks, and overrides of layers, for direct forwards.
@@ -81,6 +90,7 @@ class _Progress:
 
     calls: dict[int, int] = field(default_factory=dict)
     begun: dict[int, list[Call]] = field(default_factory=dict)
+    unseen: set[int] = field(default_factory=set)
     fired: dict[int, None] = field(default_factory=dict)
     hooks: dict[LayerHook | LayerPreHook, nn.Module] = field(default_factory=dict)
     slots: dict[CallSlot | ForwardOverride, None] = field(default_factory=dict)
@@ -236,6 +246,8 @@ class SampledForward:
                 take_parameters(self._part, call, self._sharding.managed, self._tally)
             if self._parameters is None:
                 continue
+            if self._position.grad_enabled or self._is_checkpointed:
+                lack_flattened(self._part, call)
             if self._is_checkpointed:
                 lack_gradients(self._part, call, self._sharding.managed, Reason.REENTRANT_CHECKPOINT.value)
             elif self._position.grad_enabled:
@@ -295,11 +307,12 @@ class SampledForward:
         if self.num_calls(region) == num_calls_before:
             self._note_absences(region.inside, Reason.INSIDE_FUSED.value)
 
-    def returned(self, output: object) -> None:
+    def returned(self, output: object, model: nn.Module | None) -> None:
         """Notes of layers why they were not called, where that is known (training thread, hot path).
 
         Args:
             output: What the model returned.
+            model: The model; None where it is gone.
         """
         if self._progress.parameters is not None:
             self._watch_returned(output)
@@ -314,20 +327,49 @@ class SampledForward:
             return
         if runs_later:
             detail = f"the model returned a {type(output).__name__}, which runs after its forward"
-            waiting = [
-                layer
-                for layer in self._layers
-                if layer.takes_hooks and not layer.is_root and layer.index not in self._progress.calls
-            ]
-            self._note_absences(waiting, Reason.NO_TENSOR_OUTPUT.with_detail(detail))
+            self._note_absences(self._waiting(), Reason.NO_TENSOR_OUTPUT.with_detail(detail))
+        elif model is not None and self._execution is Execution.EAGER:
+            self._note_compiled_functions(model)
 
-    def _note_absences(self, layers: Sequence[Layer], reason: str) -> None:
+    def _waiting(self) -> list[Layer]:
+        """Returns the layers that could have been called, and were not."""
+        return [
+            layer
+            for layer in self._layers
+            if layer.takes_hooks
+            and not layer.is_root
+            and layer.index not in self._progress.calls
+            and layer.index not in self._progress.unseen
+        ]
+
+    def _note_compiled_functions(self, model: nn.Module) -> None:
+        """Says of layers that were not called whether a compiled function may have called them."""
+        waiting = self._waiting()
+        if not waiting:
+            return
+        started_s = time.perf_counter()
+        try:
+            inside = may_be_called_inside(model)
+        except Exception as error:  # noqa: BLE001 - an object of the user's may raise at any question
+            self._tally.fail(_PROBE, error)
+            return
+        self._progress.collection_s += time.perf_counter() - started_s
+        self._note_absences(
+            [layer for layer in waiting if id(layer.module) in inside],
+            _COMPILED_FUNCTION,
+            Execution.INSIDE_COMPILED,
+        )
+
+    def _note_absences(
+        self, layers: Sequence[Layer], reason: str, execution: Execution | None = None
+    ) -> None:
         """Says of each layer once why there is no output of it."""
         started_s = time.perf_counter()
         for layer in layers:
             if not self._intake.has_room():
                 break
-            self._intake.lack_call(self._call(layer), reason)
+            call = self._call(layer)
+            self._intake.lack_call(call if execution is None else replace(call, execution=execution), reason)
         self._progress.collection_s += time.perf_counter() - started_s
 
     def _watch_returned(self, output: object) -> None:
@@ -485,6 +527,7 @@ class SampledForward:
 
     def _note_unseen(self, layer: Layer, reason: Reason, execution: Execution = Execution.EAGER) -> None:
         """Says of a layer why its calls cannot be seen, whether it is called or not."""
+        self._progress.unseen.add(layer.index)
         self._intake.lack_call(self._unseen_call(layer, execution), reason.value)
 
     def _unseen_call(self, layer: Layer, execution: Execution) -> Call:

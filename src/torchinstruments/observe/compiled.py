@@ -9,11 +9,13 @@ is, depends on how the region was made:
   (`observe.slots`);
 * with a compiled ``forward``, an instance's or a class's, the module's own hooks are outside.
 
-What a function compiles that is no module's ``forward`` is not known here.
+A compiled function that is no module's ``forward`` may call any module, or none. Where a module has such a
+function, what is in it and was not called may be inside (`may_be_called_inside`).
 """
 
 import sys
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -29,7 +31,13 @@ from torchinstruments.observe.wrappers import (
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["NOTHING_COMPILED", "CompiledParts", "compiled_parts", "outermost_call"]
+__all__ = [
+    "NOTHING_COMPILED",
+    "CompiledParts",
+    "compiled_parts",
+    "may_be_called_inside",
+    "outermost_call",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +106,39 @@ def compiled_parts(root: nn.Module) -> CompiledParts:
     if not inside and not around:
         return NOTHING_COMPILED
     return CompiledParts(frozenset(inside), frozenset(in_place - enclosed), frozenset(around - enclosed))
+
+
+def may_be_called_inside(root: nn.Module) -> frozenset[int]:
+    """Returns the ids of modules in or below one that has a compiled function beside its ``forward``.
+
+    It costs a look at each module's attributes, and nothing in a program that never imported the compiler
+    (training thread, at the end of sampled forwards that left layers out).
+    """
+    if "torch._dynamo" not in sys.modules:
+        return frozenset()
+    of_classes: dict[type, bool] = {}
+    found: set[int] = set()
+    for module in root.modules():
+        kind = type(module)
+        if kind not in of_classes:
+            written = [vars(base) for base in kind.__mro__ if base is not object and base is not nn.Module]
+            of_classes[kind] = any(
+                _is_compiled_function(one) for own in written for one in list(own.values())
+            )
+        if id(module) in found:
+            continue
+        if of_classes[kind] or any(_is_compiled_function(one) for one in list(vars(module).values())):
+            found.update(id(inner) for inner in module.modules())
+    return frozenset(found)
+
+
+def _is_compiled_function(value: object) -> bool:
+    """Returns whether ``torch.compile(function)`` made an attribute."""
+    return (
+        isinstance(value, FunctionType | MethodType)
+        and getattr(value, "_torchdynamo_orig_callable", None) is not None
+        and not getattr(value, "_torchdynamo_disable", False)  # torch.compiler.disable leaves both
+    )
 
 
 def outermost_call(root: nn.Module) -> nn.Module | None:

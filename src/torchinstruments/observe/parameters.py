@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from torchinstruments.observe.engine import graph_task
 from torchinstruments.observe.faults import Tally, too_deep
+from torchinstruments.observe.flat_parameters import FlatPart, is_flattened
 from torchinstruments.observe.gradients import SampleGradients, Traversal
 from torchinstruments.observe.hooks import ParameterHook, take_out
 from torchinstruments.observe.observation import (
@@ -33,19 +34,21 @@ from torchinstruments.observe.observation import (
     take_absence,
     take_tensor,
 )
-from torchinstruments.observe.sharding import ManagedParameters, is_flattened
+from torchinstruments.observe.sharding import ManagedParameters
 from torchinstruments.records import GradSync, Reason, SampleState, Scope, Signal, Stage
 from torchinstruments.statistics.isolation import unintercepted
 
 __all__ = [
     "ParameterGradients",
     "ParameterTarget",
+    "lack_flattened",
     "lack_gradients",
     "take_gradient",
     "take_parameters",
 ]
 
 _PROBE = "gradient"
+_STAGES = (Stage.LOCAL_ACCUMULATED, Stage.REDUCED, Stage.APPLIED)
 _REDUCED = (GradSync.SYNCED, GradSync.NOT_DISTRIBUTED)
 _LOST = Reason.NO_GRADIENT.with_detail("another forward with gradients began before this one's backward")
 _PARTIAL = Reason.NOT_SYNCHRONISED.with_detail(
@@ -57,6 +60,13 @@ _SPENT = Reason.NOT_SYNCHRONISED.with_detail(
 _LEFT_OUT = Reason.NOT_SYNCHRONISED.with_detail("the wrapper around it leaves it alone")
 _REDUCED_ONLY = Reason.NOT_SYNCHRONISED.with_detail(
     "it was reduced in its replica alone, and is not there yet"
+)
+_ONCE_REDUCED = Reason.NO_GRADIENT.with_detail(
+    "FullyShardedDataParallel hands it out once it is reduced, also where nothing is sharded"
+)
+_FLATTENED = Reason.INSIDE_FLAT_PARAMETER.with_detail(
+    "use_orig_params=False has put it into _flat_param of the module that FSDP wraps: select that module, "
+    "or give use_orig_params=True"
 )
 _NONE_OR_LOCAL = Reason.NO_GRADIENT.with_detail("none came, or it was not reduced")
 
@@ -255,7 +265,7 @@ class ParameterGradients:
 
     def _target(self, call: Call, name: str, parameter: torch.Tensor) -> ParameterTarget:
         """Returns what is to be known of a parameter before its gradient comes."""
-        like = _note(call, name, parameter)
+        like = _note(call, name, parameter, self._managed)
         refusal = like.reason if like.reason.startswith(_TAKES_NO_HOOK) else ""
         tells = id(parameter) in self._managed.sharded
         return ParameterTarget(
@@ -340,7 +350,7 @@ class ParameterGradients:
         if target.is_left_out and self._grad_sync is GradSync.SYNCED:
             refusal = _LEFT_OUT
         if target.is_sharded:
-            return Reason.SHARDED.value, refusal
+            return Reason.SHARDED.value if target.like.scope is not Scope.LOCAL else _ONCE_REDUCED, refusal
         return "" if has_come else Reason.NO_GRADIENT.value, refusal
 
 
@@ -352,10 +362,19 @@ def take_parameters(part: Part, call: Call, managed: ManagedParameters, tally: T
                 take_absence(part, call, Signal.PARAMETER, name, Reason.UNINITIALISED.value)
                 continue
             observation = take_tensor(part, call, Signal.PARAMETER, name, parameter)
-            _correct_scope(observation, parameter)
+            _correct_scope(observation, is_piece=managed.is_piece(parameter))
         except Exception as error:  # noqa: BLE001 - the sample goes on with the next parameter
             tally.fail("forward", error)
             take_absence(part, call, Signal.PARAMETER, name, error_reason(error))
+    for flat in _hidden(call):
+        take_absence(part, call, Signal.PARAMETER, flat.name, _FLATTENED)
+
+
+def lack_flattened(part: Part, call: Call) -> None:
+    """Says of gradients of what a layer has no parameters of any more, where those are (hot path)."""
+    for flat in _hidden(call):
+        for stage in _STAGES if flat.requires_grad else ():
+            take_absence(part, call, Signal.PARAMETER_GRADIENT, flat.name, _FLATTENED, None, stage)
 
 
 def lack_gradients(part: Part, call: Call, managed: ManagedParameters, reason: str) -> None:
@@ -363,8 +382,8 @@ def lack_gradients(part: Part, call: Call, managed: ManagedParameters, reason: s
     for name, parameter in managed.own_parameters(call.layer.module):
         with unintercepted():
             may_come = parameter.requires_grad
-        like = _note(call, name, parameter) if may_come else None
-        for stage in (Stage.LOCAL_ACCUMULATED, Stage.REDUCED, Stage.APPLIED) if may_come else ():
+        like = _note(call, name, parameter, managed) if may_come else None
+        for stage in _STAGES if may_come else ():
             take_absence(part, call, Signal.PARAMETER_GRADIENT, name, reason, like, stage)
 
 
@@ -379,7 +398,7 @@ def take_gradient(part: Part, target: ParameterTarget, stage: Stage, tally: Tall
             _absent(part, target, stage, (Reason.EMPTY if has_none else Reason.NO_GRADIENT).value)
             return
         observation = take_tensor(part, target.call, Signal.PARAMETER_GRADIENT, target.name, gradient, stage)
-        _correct_scope(observation, parameter)
+        _correct_scope(observation, is_piece=target.like.scope is Scope.LOCAL_SHARD)
     except Exception as error:  # noqa: BLE001 - the sample goes on with the next parameter
         tally.fail(_PROBE, error)
         _absent(part, target, stage, error_reason(error))
@@ -398,14 +417,14 @@ def _grad_state(target: ParameterTarget) -> tuple[int, int] | None:
 _TAKES_NO_HOOK = (Reason.UNINITIALISED.value, Reason.META_TENSOR.value, Reason.GRAPH_CAPTURE.value)
 
 
-def _note(call: Call, name: str, parameter: torch.Tensor) -> Observation:
+def _note(call: Call, name: str, parameter: torch.Tensor, managed: ManagedParameters) -> Observation:
     """Returns what a parameter is."""
     if is_lazy(parameter):
         return Observation(
             call, Signal.PARAMETER, name, 0, Scope.UNKNOWN, (), "", "", -1, Reason.UNINITIALISED.value
         )
     observation = note_tensor(call, Signal.PARAMETER, name, parameter)
-    _correct_scope(observation, parameter)
+    _correct_scope(observation, is_piece=managed.is_piece(parameter))
     return observation
 
 
@@ -414,7 +433,12 @@ def _absent(part: Part, target: ParameterTarget, stage: Stage, reason: str) -> N
     take_absence(part, target.call, Signal.PARAMETER_GRADIENT, target.name, reason, target.like, stage)
 
 
-def _correct_scope(observation: Observation, parameter: torch.Tensor) -> None:
+def _hidden(call: Call) -> list[FlatPart]:
+    """Returns what of a layer's own parameters was flattened and has left nothing in its place."""
+    return [flat for flat in call.layer.flat_parts or () if not flat.is_registered]
+
+
+def _correct_scope(observation: Observation, *, is_piece: bool) -> None:
     """Says of a piece that it is one, which the tensor itself does not tell."""
-    if observation.scope is Scope.LOCAL and is_flattened(parameter):
+    if observation.scope is Scope.LOCAL and is_piece:
         observation.scope = Scope.LOCAL_SHARD

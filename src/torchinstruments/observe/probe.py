@@ -45,7 +45,7 @@ from torchinstruments.observe.fingerprints import Fingerprinter
 from torchinstruments.observe.gradients import GradientTracker
 from torchinstruments.observe.layers import COMPILED, ObservedLayers
 from torchinstruments.observe.observation import DEFAULT_SIGNALS, Delivery, Recipe, SampleFacts
-from torchinstruments.observe.root import RootWatch
+from torchinstruments.observe.root import RootWatch, StepLook
 from torchinstruments.observe.sampling import SamplingEvent, SamplingPolicy, is_own
 from torchinstruments.observe.selection import Layer, Selector
 from torchinstruments.observe.session_protocol import Companion, ScaleSource, Session
@@ -136,7 +136,7 @@ class RootProbe:
         self._sampler = sampler
         self._sampler_is_own = is_own(sampler)
         self._aligned = aligned
-        self._companions = tuple(companions)
+        self._companions = (*companions, StepLook(self.look_again))
         self._selector_errors = tuple(selector_errors)
         recipe = Recipe(tuple(reducers), tuple(histograms), focus, session.wants_histograms, signals)
         self._takes_parameters = not signals.isdisjoint((Signal.PARAMETER, Signal.PARAMETER_GRADIENT))
@@ -181,6 +181,7 @@ class RootProbe:
         self._has_begun = False
         self._has_told_compiled = False
         self._is_finished = False
+        self._is_displaced = False
 
     @property
     def attempts(self) -> AttemptFeed:
@@ -230,6 +231,7 @@ class RootProbe:
 
         Nothing is forgotten before it was removed: after an interrupt this can be called again.
         """
+        self._is_displaced |= self._is_armed and self._watch.is_displaced()
         self._is_armed = False
         self._watch.remove()
         if self._override is not None:
@@ -246,6 +248,8 @@ class RootProbe:
         if self._is_finished:
             return
         self._is_finished = True
+        if self._is_displaced:
+            self._tell_displaced("none was seen since then, for no optimizer stepped")
         while self._calls.cut_off:
             self._miss(self._calls.cut_off.pop().facts())
             self.faults.notice(
@@ -261,6 +265,24 @@ class RootProbe:
             self._attempts.tell_what_was_lost()
             self.tell_catalog()
         tell_unseen(self._traced, self._num_checkpointed, self._bypass, self.faults)
+
+    def look_again(self) -> None:
+        """Has the model seen again where it was compiled once more; it never raises (hot path)."""
+        try:
+            if self._is_armed and self._watch.put_back():
+                self._tell_displaced("after an optimizer's step it was seen again")
+        except Exception as error:  # noqa: BLE001 - nothing may reach the training loop
+            self.faults.report("forward", "", error)
+
+    def _tell_displaced(self, outcome: str) -> None:
+        """Tells once that the model was compiled in place of what saw its calls."""
+        self.faults.notice(
+            COMPILED,
+            "",
+            f"the model was compiled in place (Module.compile) while it was observed, so that forwards were "
+            f"not seen: {outcome}; attach after the last compile to miss none",
+            kind="compiled again",
+        )
 
     def tell_open_attempt(self) -> None:
         """Leaves the attempt that is open with the session (main thread, while the interpreter exits)."""
@@ -281,6 +303,7 @@ class RootProbe:
         try:
             if not self._is_armed or not self._begin():
                 return False
+            self.look_again()
             return self._attempts.step_entered(block, global_step, micro_batches)
         except Exception as error:  # noqa: BLE001 - nothing may reach the training loop
             self.faults.report("step", "", error)
@@ -431,7 +454,7 @@ class RootProbe:
                     if self._root_layer is not None:
                         call.sampled.observe(self._root_layer, output)
                     if call.depth == 1:
-                        call.sampled.returned(output)
+                        call.sampled.returned(output, self._watch.model)
             finally:
                 # Whatever became of the sample, a stance that was taken for it has to be left.
                 self._leave(call, output, failed=failed)

@@ -7,13 +7,19 @@ A model that is compiled after it was attached takes its hooks into the compiled
 They tell of being traced, and from the next call on the model is seen where its wrapper is called, if that is
 a wrapper of this model and of nothing else. The hooks inside stay as they are: to remove them would have the
 code compiled anew, and an uncompiled call of the model is still seen by them.
+
+A model that is compiled in place once more loses its slot, and no call tells. So each step of an optimizer
+looks whether the slot is there.
 """
 
 import weakref
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchinstruments.observe.compiled import outermost_call
 from torchinstruments.observe.fused import may_be_fused
@@ -21,7 +27,10 @@ from torchinstruments.observe.hooks import RootPostHook, RootPreHook, move_to_en
 from torchinstruments.observe.slots import RootSlot, is_slot_free
 from torchinstruments.observe.wrappers import is_compiled_in_place
 
-__all__ = ["RootWatch"]
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = ["RootWatch", "StepLook"]
 
 
 class _RootObserver(Protocol):
@@ -45,6 +54,37 @@ class _RootObserver(Protocol):
     def root_compiled(self) -> None:
         """Takes that ``torch.compile`` traces a call; it never raises (compiling thread)."""
         ...
+
+
+class StepLook:
+    """Has something looked at behind each step of any optimizer, for as long as an observer is attached.
+
+    Args:
+        look: What looks; held weakly, for the hooks of optimizers are global. It never raises.
+    """
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = weakref.WeakMethod(look)
+        self._handle: RemovableHandle | None = None
+
+    def attach(self) -> None:
+        """Begins to look (training thread, at attach). Attaching twice is attaching once."""
+        if self._handle is None:
+            self._handle = register_optimizer_step_post_hook(self._step_ended)
+
+    def detach(self) -> None:
+        """Leaves no trace. Idempotent (any thread)."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _step_ended(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
+        """Takes that a step is over (training or autograd thread, hot path)."""
+        if torch.compiler.is_compiling():
+            return
+        look = self._look()
+        if look is not None:
+            look()
 
 
 class RootWatch:
@@ -101,10 +141,28 @@ class RootWatch:
         found = None if model is None else outermost_call(model)
         if found is None or (found is model and not is_compiled_in_place(found)):
             return None
+        self.put_back()
         if not self._watches(found):
             self.attach(found, observer)
             self._outer = weakref.ref(found)
         return found
+
+    def put_back(self) -> bool:
+        """Puts slots over what has taken their places (training thread, hot path of optimizer steps).
+
+        ``Module.compile()`` does not know that the slot of a module is taken, and overwrites it.
+
+        Returns:
+            Whether there were any.
+        """
+        displaced = [slot for slot in self._slots if slot.is_displaced()]
+        for slot in displaced:
+            slot.install()
+        return bool(displaced)
+
+    def is_displaced(self) -> bool:
+        """Returns whether calls of the model are not seen, since something has taken a slot's place."""
+        return any(slot.is_displaced() for slot in self._slots)
 
     def put_last(self, module: nn.Module) -> None:
         """Puts the hook of a module behind those of tools that came later (training thread, hot path)."""
@@ -125,5 +183,5 @@ class RootWatch:
     def _watches(self, module: nn.Module) -> bool:
         """Returns whether calls of a module are seen already, outside of compiled code."""
         if is_compiled_in_place(module):
-            return any(slot.is_installed_in(module) for slot in self._slots)
+            return any(slot.is_met_in(module) for slot in self._slots)
         return any(watched() is module for watched, _, _ in self._hooks)

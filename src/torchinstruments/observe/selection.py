@@ -21,6 +21,12 @@ from torch.nn.parameter import is_lazy
 
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.observe.compiled import NOTHING_COMPILED, CompiledParts
+from torchinstruments.observe.flat_parameters import (
+    FlatPart,
+    flat_parts,
+    is_flattened,
+    modules_of_unknown_size,
+)
 from torchinstruments.observe.wrappers import core_of, wrapped_child
 from torchinstruments.records import ModuleRecord, storable
 
@@ -49,6 +55,8 @@ class Layer:
         is_root: Whether it is the attached model, whose calls the permanent hooks see.
         is_compiled: Whether it lies inside compiled code, where it is not expected to be seen.
         takes_hooks: Whether it can be hooked at all; a scripted module cannot.
+        flat_parts: What of its own parameters was put into a flat one; None where nothing in the attached
+            model tells.
     """
 
     index: int
@@ -59,6 +67,7 @@ class Layer:
     is_root: bool = False
     is_compiled: bool = False
     takes_hooks: bool = True
+    flat_parts: tuple[FlatPart, ...] | None = ()
 
     @property
     def is_lazy(self) -> bool:
@@ -68,12 +77,19 @@ class Layer:
     def record(self, *, execution_order: int | None = None, fired: int = 0) -> ModuleRecord:
         """Returns the layer's row of the catalog."""
         own = [parameter for parameter in self.module.parameters(recurse=False) if not is_lazy(parameter)]
+        sizes = [
+            (parameter.numel(), parameter.requires_grad) for parameter in own if not is_flattened(parameter)
+        ]
+        sizes += [(part.num_entries, part.requires_grad) for part in self.flat_parts or ()]
+        is_known = self.flat_parts is not None
         return ModuleRecord(
             layer=self.name,
             type=type(self.module).__name__,
             aliases=self.aliases,
-            parameter_count=sum(parameter.numel() for parameter in own),
-            trainable_parameter_count=sum(parameter.numel() for parameter in own if parameter.requires_grad),
+            parameter_count=sum([size for size, _ in sizes]) if is_known else None,
+            trainable_parameter_count=sum([size for size, is_trained in sizes if is_trained])
+            if is_known
+            else None,
             execution_order=execution_order,
             expected=self.takes_hooks and not self.is_compiled,
             fired=fired,
@@ -114,6 +130,7 @@ def select_layers(
         )
     places = _places_by_module(root)
     core = core_of(root)
+    flat, unknown = flat_parts(root), modules_of_unknown_size(root)
     chosen: set[int] = set()
     for place in places:
         try:
@@ -137,6 +154,7 @@ def select_layers(
                 is_root=module is core,
                 is_compiled=parts.hides(watched),
                 takes_hooks=not isinstance(watched, torch.jit.ScriptModule),
+                flat_parts=None if id(module) in unknown else flat.get(id(module), ()),
             )
         )
     if not layers:

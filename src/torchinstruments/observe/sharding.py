@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torchinstruments.observe.flat_parameters import is_flattened, whole_parameters
 from torchinstruments.records import Scope
 
-__all__ = ["NOT_SHARDED", "ManagedParameters", "PlainScopes", "Sharding", "is_flattened"]
+__all__ = ["NOT_SHARDED", "ManagedParameters", "PlainScopes", "Sharding"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,13 @@ class ManagedParameters:
         left_out: Ids of those whose gradients nobody reduces though there is a wrapper.
         at_rest: Of a parameter that is gathered at the moment, by its id, the part that the optimizer knows.
             A root is not sharded again after its forward, but in the backward.
+        whole: Ids of those that `FullyShardedDataParallel` has flattened and left whole on every rank.
     """
 
     sharded: frozenset[int] = frozenset()
     left_out: frozenset[int] = frozenset()
     at_rest: Mapping[int, torch.Tensor] | None = None
+    whole: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, root: nn.Module) -> "ManagedParameters":
@@ -64,13 +67,17 @@ class ManagedParameters:
                 and id(parameter) not in at_rest
                 and not is_flattened(parameter)
             )
-        return cls(frozenset(sharded), frozenset(left_out), at_rest)
+        return cls(frozenset(sharded), frozenset(left_out), at_rest, whole_parameters(root))
 
     def own_parameters(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields name and parameter of what is registered in a module itself, as the optimizer knows it."""
         at_rest = self.at_rest or {}
         for name, parameter in module.named_parameters(recurse=False):
             yield name, at_rest.get(id(parameter), parameter)
+
+    def is_piece(self, parameter: torch.Tensor) -> bool:
+        """Returns whether a plain parameter is this rank's part of what was flattened (hot path)."""
+        return is_flattened(parameter) and id(parameter) not in self.whole
 
 
 class PlainScopes:
@@ -140,11 +147,6 @@ class Sharding:
 
 NOT_SHARDED = Sharding(ManagedParameters(), PlainScopes())
 """Of a model that is not spread at all."""
-
-
-def is_flattened(parameter: torch.Tensor) -> bool:
-    """Returns whether a plain parameter is a piece of what ``FullyShardedDataParallel`` has flattened."""
-    return getattr(parameter, "_fsdp_flattened", False) is True
 
 
 def _groups(root: nn.Module) -> Iterator[object]:

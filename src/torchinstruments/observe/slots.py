@@ -172,9 +172,17 @@ class CallSlot:
             below = below._previous  # noqa: SLF001 - of the same class
         return below
 
-    def is_installed_in(self, module: nn.Module) -> bool:
-        """Returns whether it is the first that a call of a module meets."""
-        return module.__dict__.get(_SLOT) is self
+    def is_met_in(self, module: nn.Module) -> bool:
+        """Returns whether a call of a module meets it, first or below others of these."""
+        found = module.__dict__.get(_SLOT)
+        while isinstance(found, CallSlot) and found is not self:
+            found = found._previous  # noqa: SLF001 - of the same class
+        return found is self
+
+    def is_displaced(self) -> bool:
+        """Returns whether something was put in its place that does not run it: another compiled call."""
+        module = self._module()
+        return module is not None and not self.is_removed and not self.is_met_in(module)
 
     def compiled(self) -> Callable[..., Any] | None:
         """Returns the compiled call that it stands over, or None."""

@@ -6,6 +6,7 @@ group does not exist yet, as under ``torch.multiprocessing.spawn``: nothing tell
 moment, so the answer is None and the caller asks again at the first root forward.
 """
 
+import contextlib
 import multiprocessing
 import os
 import secrets
@@ -87,13 +88,22 @@ def _of_process_group(process: str, device: str) -> Identity:
         local_rank=_local_rank(rank, local_world_size),
         host=socket.gethostname(),
         process=process,
-        launcher="process_group",
+        launcher=_launcher_of(rank, world_size),
         local_world_size=local_world_size,
         node_rank=_first_integer(environment.GROUP_RANK, environment.SLURM_NODEID),
         restart_count=_restart_count(),
         pid=os.getpid(),
         device=device,
     )
+
+
+def _launcher_of(rank: int, world_size: int) -> str:
+    """Returns whose variables name the same rank and world as the process group, else ``process_group``."""
+    with contextlib.suppress(ConfigurationError):
+        for named in (_of_torchrun("", ""), _of_slurm("", "")):
+            if named is not None and (named.rank, named.world_size) == (rank, world_size):
+                return named.launcher
+    return "process_group"
 
 
 def _of_torchrun(process: str, device: str) -> Identity | None:

@@ -177,6 +177,7 @@ class Agreement:
         store: What was agreed over, scoped to this agreement; None where nothing was.
         leader_process: 8 hex digits of the leader, where the claim is verified over the store.
         leader_observes: Whether the leader measures its own model.
+        waited_s: Seconds until this rank had its echo, gave up, or led.
     """
 
     claim: Claim
@@ -186,6 +187,7 @@ class Agreement:
     store: KeyValueStore | None = None
     leader_process: str = ""
     leader_observes: bool = False
+    waited_s: float = 0.0
 
 
 def agree(
@@ -226,14 +228,15 @@ def agree(
         return Agreement(fallback(), leader=False, verified=False)
     me = Hello(identity.rank, identity.process, identity.host, identity.local_rank, observing)
     scoped = ScopedStore(store, channel)
-    deadline_s = time.monotonic() + timeout_s
+    began_s = time.monotonic()
     try:
-        echoed = _follow(scoped, me, identity.world_size, deadline_s, timing)
+        echoed = _follow(scoped, me, identity.world_size, began_s + timeout_s, timing)
     except (RuntimeError, ValueError, OSError):
         # Without its store rank 0 can still claim; the others would claim against it.
         echoed = None if me.rank == 0 else _Silence()
+    waited_s = time.monotonic() - began_s
     if isinstance(echoed, _Silence):
-        return Agreement(fallback(), leader=False, verified=False)
+        return Agreement(fallback(), leader=False, verified=False, waited_s=waited_s)
     if echoed is not None and echoed.claim is not None:
         return Agreement(
             echoed.claim,
@@ -242,6 +245,7 @@ def agree(
             store=scoped,
             leader_process=echoed.leader_process,
             leader_observes=echoed.leader_observes,
+            waited_s=waited_s,
         )
     service = AgreementService(scoped, me, identity.world_size, timing, on_members)
     service.start()
@@ -259,6 +263,7 @@ def agree(
         store=scoped,
         leader_process=me.process,
         leader_observes=observing,
+        waited_s=waited_s,
     )
 
 

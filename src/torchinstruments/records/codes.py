@@ -145,6 +145,7 @@ class Reason(StrEnum):
     UNINITIALISED = "uninitialised"
     NOT_SYNCHRONISED = "not_synchronised"
     SHARDED = "sharded"
+    INSIDE_FLAT_PARAMETER = "inside_flat_parameter"
     STEP_SKIPPED = "step_skipped"
     SEVERAL_EVALUATIONS = "several_evaluations"
     GRAPH_CAPTURE = "graph_capture"

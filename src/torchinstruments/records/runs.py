@@ -22,7 +22,8 @@ class Identity:
         local_rank: Rank among those of this host.
         host: Host name.
         process: 8 hex digits made at attach. Ranks move between processes at a restart; this does not.
-        launcher: Where rank and world size were read: ``process_group``, ``torchrun``, ``slurm`` or ``none``.
+        launcher: Who gave rank and world size: ``torchrun`` (or whoever sets its variables), ``slurm``, the
+            program itself (``process_group``), or ``none``.
         local_world_size: Ranks on this host, where known.
         node_rank: Which host this is, where known.
         restart_count: Restarts that the launcher of this host counted, where it does.

@@ -31,8 +31,9 @@ class ModuleRecord:
         layer: Name in the model without wrapper segments; ``""`` is the root.
         type: Class name.
         aliases: Further names of the same module object.
-        parameter_count: Entries of its own parameters, children left out.
-        trainable_parameter_count: Those that require a gradient.
+        parameter_count: Entries of its own parameters, children left out, of the whole ones where they are
+            sharded; None where a wrapper around the attached model holds pieces of them and nothing tells.
+        trainable_parameter_count: Those that require a gradient; None as well.
         execution_order: Position of its first call in the first sampled forward that reached it, else None.
         expected: Whether it was selected and can fire.
         fired: Sampled forwards in which it was called at least once.
@@ -41,8 +42,8 @@ class ModuleRecord:
     layer: str
     type: str
     aliases: tuple[str, ...]
-    parameter_count: int
-    trainable_parameter_count: int
+    parameter_count: int | None
+    trainable_parameter_count: int | None
     execution_order: int | None = None
     expected: bool = True
     fired: int = 0

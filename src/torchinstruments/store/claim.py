@@ -31,7 +31,7 @@ from torchinstruments.errors import (
     StorageNotFoundError,
     StorageUnreachableError,
 )
-from torchinstruments.records import Claim, GenerationRecord, RunRecord
+from torchinstruments.records import Claim, GenerationRecord, Member, RunRecord
 from torchinstruments.store import layout
 from torchinstruments.store.children import child_arguments, child_environment
 from torchinstruments.store.deadlines import call_in_time
@@ -90,6 +90,8 @@ class ClaimRequest:
         assumed_generation: The generation to go on with where the store cannot be asked.
         lowest_generation: At least this number, though the folder may know of fewer: hosts without a shared
             folder have one each, and the leader need not be on the same one after a restart.
+        members: Those that are known at the claim: the leader itself, since a generation may be over before
+            its leader has heard of anybody.
         only_try: Only find out whether the folder can be used, and leave nothing there; for a process that
             cannot know its rank yet, but whose user should hear of a mistake at once.
     """
@@ -102,6 +104,7 @@ class ClaimRequest:
     may_fail: bool = True
     assumed_generation: int = 0
     lowest_generation: int = 0
+    members: tuple[Member, ...] = ()
     only_try: bool = False
 
 
@@ -358,6 +361,7 @@ def _take_generation(home: Storage, request: ClaimRequest) -> int:
             leader_process=request.leader_process,
             started_at=request.started_at,
             first_sample_id=generation * SAMPLE_IDS_PER_GENERATION,
+            members=request.members,
         )
         if home.create(layout.generation_file(generation), encode_document(record)):
             return generation

@@ -50,7 +50,7 @@ class Manifest:
         pid: Process id on that host.
         local_rank: Rank among those of the host.
         node_rank: Which host, where known.
-        launcher: Where rank and world size were read.
+        launcher: Who gave rank and world size, as in `Identity`.
         restart_count: As the launcher of this host counted.
         device: Device of the model.
         mesh_coordinates: Coordinates in the device mesh.

@@ -1,11 +1,13 @@
 """Compiled models observed at the boundary of what is compiled: what is seen, and nothing compiled for it."""
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
+from typing_extensions import override
 
 from torchinstruments.observe.compiled import NOTHING_COMPILED, compiled_parts
 from torchinstruments.observe.sampling import EveryNForwardsSampler
@@ -253,3 +255,137 @@ def test_an_in_place_model_gets_its_slot_back(session: MemorySession) -> None:
     assert vars(model)["_compiled_call_impl"] is not before
     observer.close()
     assert vars(model)["_compiled_call_impl"] is before
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One step of training."""
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("before", ["in place", "hooks"])
+def test_a_model_that_is_compiled_again_is_seen_from_the_next_step_on(
+    session: MemorySession, before: str
+) -> None:
+    """Torch overwrites the slot without a word; one warning, one forward unseen, and the new code runs."""
+    first, second = counting(), counting()
+    model = Net()
+    if before == "in place":
+        model.compile(backend=first)
+    observer = observe(model, session)
+    if before == "hooks":
+        model.compile(backend=first)
+        with pytest.warns(RuntimeWarning, match="compiled after the observer was attached"):
+            model(torch.ones(3, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _step(model, optimizer)
+    seen = observer.counters.forwards
+    model.compile(backend=second)
+    compiled = vars(model)["_compiled_call_impl"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            _step(model, optimizer)
+    told = [str(one.message) for one in caught if "torchinstruments" in str(one.message)]
+    # Hooks inside tell of the second time as of the first one, of which the user knows.
+    assert len(told) == (1 if before == "in place" else 0)
+    assert all("compiled in place" in sentence for sentence in told)
+    assert observer.counters.forwards == seen + 3
+    assert second.frame_count == 1
+    assert session.errors[-1].probe == "compiled"
+    observer.close()
+    assert vars(model)["_compiled_call_impl"] is compiled
+
+
+def test_a_model_that_is_compiled_again_and_never_stepped_is_told_of(session: MemorySession) -> None:
+    """Nothing but the end looks at it."""
+    model = Net()
+    model.compile(backend=counting())
+    observer = observe(model, session)
+    model(torch.ones(3, 4))
+    model.compile(backend=counting())
+    model(torch.ones(3, 4))
+    assert observer.counters.forwards == 1
+    with pytest.warns(RuntimeWarning, match="none was seen since then"):
+        observer.close()
+    assert [error.probe for error in session.errors] == ["compiled"]
+
+
+def test_a_fused_model_that_is_compiled_after_attach_is_seen_from_the_next_step_on(
+    session: MemorySession,
+) -> None:
+    """It has a slot and no hooks, so that tracing it tells nothing."""
+    model = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    observer = observe(model, session)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(torch.ones(2, 3, 4)).sum().backward()
+        optimizer.step()
+
+    step()
+    model.compile(backend=counting())
+    with pytest.warns(RuntimeWarning, match="compiled in place"):
+        step()
+    step()
+    assert observer.counters.forwards == 2
+    observer.close()
+
+
+class _Function(nn.Module):
+    """Calls a layer in a function that is compiled, and never another one."""
+
+    def __init__(self, *, on_instance: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.unused = nn.Linear(4, 4)
+        if on_instance:
+            vars(self)["function"] = torch.compile(self.function, backend="eager")
+
+    def function(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 4) -> the same."""
+        return self.inner(x).relu()
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 4) -> the same."""
+        return self.function(x)
+
+
+class _Method(_Function):
+    """The same with a method that is compiled for all instances."""
+
+    function = torch.compile(_Function.function, backend="eager")
+
+
+@pytest.mark.parametrize("kind", ["instance", "class"])
+def test_layers_in_a_compiled_function_say_that_they_may_be_inside(session: MemorySession, kind: str) -> None:
+    """In every sample, and those beside it are measured; the catalog says that they never fired."""
+    part = _Method(on_instance=False) if kind == "class" else _Function(on_instance=True)
+    model = nn.Sequential(part, nn.Linear(4, 2))
+    observer = observe(model, session)
+    for _ in range(3):
+        model(torch.ones(3, 4)).sum().backward()
+    observer.close()
+    found = {layer: (how, why.partition(":")[0]) for layer, (how, why) in of_layers(session).items()}
+    inside = ("inside_compiled", "inside_compiled")
+    assert found == {"0.inner": inside, "0.unused": inside, "1": ("eager", "")}
+    assert len(session.of(Signal.OUTPUT)) == 3 * 3
+    assert {m.layer: (m.expected, m.fired) for m in session.modules} == {
+        "0.inner": (True, 0),
+        "0.unused": (True, 0),
+        "1": (True, 3),
+    }
+
+
+def test_layers_that_are_not_called_in_a_model_without_compiled_functions_have_no_rows(
+    session: MemorySession,
+) -> None:
+    """Nothing tells why, and compiled functions elsewhere in the program are no reason."""
+    model = nn.Sequential(_Function(on_instance=False), nn.Linear(4, 2))
+    torch.compile(torch.relu, backend="eager")(torch.ones(1))
+    observer = observe(model, session)
+    model(torch.ones(3, 4))
+    observer.close()
+    assert of_layers(session) == {"0.inner": ("eager", ""), "1": ("eager", "")}

@@ -3,6 +3,7 @@
 import multiprocessing
 
 import pytest
+import torch.distributed as dist
 
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.ranks.identity import configured_run_id, discover, new_process_id, world_of_one
@@ -65,6 +66,28 @@ def test_a_world_of_one_is_rank_0_of_1():
     identity = world_of_one("0a0a0a0a", "cpu")
     assert (identity.rank, identity.world_size, identity.local_rank, identity.launcher) == (0, 1, 0, "none")
     assert (identity.process, identity.device, identity.local_world_size) == ("0a0a0a0a", "cpu", 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "launcher"),
+    [
+        ({}, "process_group"),
+        ({"RANK": 0, "WORLD_SIZE": 1}, "torchrun"),
+        ({"SLURM_PROCID": 0, "SLURM_STEP_NUM_TASKS": 1}, "slurm"),
+        ({"RANK": 3, "WORLD_SIZE": 4}, "process_group"),
+        ({"RANK": "first", "WORLD_SIZE": 4}, "process_group"),
+    ],
+)
+def test_the_launcher_is_whose_variables_name_the_groups_rank(monkeypatch, variables, launcher):
+    """The group knows rank and world; variables of another world, as around a nested job, started nothing."""
+    _setenv(monkeypatch, **variables)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        identity = discover("0a0a0a0a")
+    finally:
+        dist.destroy_process_group()
+    assert identity is not None
+    assert (identity.rank, identity.world_size, identity.launcher) == (0, 1, launcher)
 
 
 def test_torchruns_variables_give_rank_world_host_and_restarts(monkeypatch):

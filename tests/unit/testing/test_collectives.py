@@ -92,6 +92,18 @@ def test_a_scalers_own_collective_is_the_programs_though_its_method_is_wrapped()
     assert calls == []
 
 
+@pytest.mark.parametrize("name", ["isend", "irecv"])
+def test_point_to_point_is_forbidden_to_the_package_below_the_functions_that_torch_compares(name):
+    """``P2POp`` takes the very functions of torch and no stand-in."""
+    ours = _module(
+        "torchinstruments.observe.made_up",
+        f"import torch.distributed as dist\ndef call(x): dist.{name}(x, 0)",
+    )
+    with pytest.raises(CollectiveForbiddenError, match="from"), no_collectives():
+        with pytest.raises(CollectiveForbiddenError):
+            ours.call(torch.ones(1))
+
+
 def test_everything_is_as_before_behind_the_guard():
     """Every patched name is restored."""
     before = (dist.all_reduce, dist.ProcessGroup.allreduce, functional.all_reduce)
