@@ -32,8 +32,11 @@ def build() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def train(model: nn.Module, folder: str, run_id: str, *, flips: str = "") -> None:
-    """Trains on data of this rank's own; before the third step rank 1 has one bit flipped."""
+def train(model: nn.Module, folder: str, run_id: str, *, flips: str = "", evaluates: bool = False) -> None:
+    """Trains on data of this rank's own; before the third step rank 1 has one bit flipped.
+
+    An evaluation before each step leaves the parameters of the root gathered, where FSDP2 shards it.
+    """
     torch.manual_seed(11 + dist.get_rank())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     with no_collectives():
@@ -43,6 +46,9 @@ def train(model: nn.Module, folder: str, run_id: str, *, flips: str = "") -> Non
                 parameter = model.get_parameter(flips).detach()
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 local.view(torch.int32).view(-1)[3] ^= 1
+            if evaluates:
+                with torch.no_grad():
+                    model(torch.randn(6, 8))
             model(torch.randn(6, 8)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -60,13 +66,13 @@ def train_fsdp1(folder: str) -> None:
     train(FullyShardedDataParallel(build(), device_id=torch.device("cpu")), folder, "fsdp1")
 
 
-def train_fsdp2(folder: str) -> None:
+def train_fsdp2(folder: str, *, evaluates: bool = False) -> None:
     """Trains under FSDP2, each layer by itself."""
     model = build()
     for layer in (model[0], model[3]):
         fully_shard(layer)
     fully_shard(model)
-    train(model, folder, "fsdp2")
+    train(model, folder, "fsdp2", evaluates=evaluates)
 
 
 def train_hsdp(folder: str, flips: str = "") -> None:
@@ -141,6 +147,17 @@ def test_shards_of_fsdp2_have_keys_of_their_own(rank_pool, tmp_path: Path):
     assert keys["replica_key"].to_list() == [["mesh 0=S(0)@0 ranks=0"], ["mesh 0=S(0)@1 ranks=1"]]
     assert set(table.filter(pl.col("tensor") == "0.weight")["shape"]) == {"8x8"}
     assert differing(table) == []
+
+
+def train_after_evaluations(folder: str) -> int:
+    """Returns how many forwards were measured of a training in which FSDP2 frees what was digested."""
+    train_fsdp2(folder, evaluates=True)
+    return open_run(folder).samples().filter(pl.col("rank") == dist.get_rank()).collect().height
+
+
+def test_a_parameter_that_was_digested_while_it_was_gathered_can_be_freed(rank_pool, tmp_path: Path):
+    """FSDP2 resizes the storage of a gathered parameter, which no reading of it may prevent."""
+    assert rank_pool.run(train_after_evaluations, str(tmp_path / "run")) == [2 * STEPS] * 2
 
 
 def test_hsdp_is_equal_across_replicas_and_not_across_shards(four_ranks, tmp_path: Path):

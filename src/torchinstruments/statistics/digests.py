@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchinstruments.statistics.host_memory import as_array
 from torchinstruments.statistics.measuring import MAX_SCRATCH_BYTES
 from torchinstruments.statistics.pieces import flat_pieces
 
@@ -185,10 +186,10 @@ def _host_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[npt.NDArray
     What is yielded need not be aligned to words; NumPy reads it all the same.
     """
     if tensor.is_contiguous() and not tensor.is_conj():
-        yield _as_integers(tensor).view(-1).numpy().view(np.uint8)
+        yield as_array(_as_integers(tensor).view(-1)).view(np.uint8)
     else:
         for piece in _byte_pieces(tensor, piece_bytes):
-            yield piece.numpy()
+            yield as_array(piece)
 
 
 def _device_words(piece: torch.Tensor) -> torch.Tensor:
@@ -208,7 +209,9 @@ def _byte_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[torch.Tenso
     if bits.numel() == 0:
         return
     if bits.is_contiguous():
-        yield from bits.view(-1).view(torch.uint8).split(piece_bytes)
+        # A single entry is contiguous whatever its stride, and flat by no view of torch's own.
+        flat = bits.as_strided((bits.numel(),), (1,))
+        yield from flat.view(torch.uint8).split(piece_bytes)
         return
     held: list[torch.Tensor] = []
     num_held = 0

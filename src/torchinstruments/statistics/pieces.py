@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from torchinstruments.statistics.host_memory import as_array
 from torchinstruments.statistics.moments import Array
 
 __all__ = ["finite_pieces", "flat_pieces", "without_repeats"]
@@ -62,7 +63,7 @@ def finite_pieces(tensor: torch.Tensor, num_entries: int) -> Iterator[Array]:
         num_entries: Entries that are looked at for a piece at most.
     """
     for piece in flat_pieces(tensor, num_entries):
-        entries: Array = piece.numpy()
+        entries = as_array(piece)
         if entries.dtype.kind == "f":
             finite = np.isfinite(entries)
             if not finite.all():
