@@ -66,21 +66,21 @@ def train_fsdp1(folder: str) -> None:
     train(FullyShardedDataParallel(build(), device_id=torch.device("cpu")), folder, "fsdp1")
 
 
-def train_fsdp2(folder: str, *, evaluates: bool = False) -> None:
+def train_fsdp2(folder: str) -> None:
     """Trains under FSDP2, each layer by itself."""
     model = build()
     for layer in (model[0], model[3]):
         fully_shard(layer)
     fully_shard(model)
-    train(model, folder, "fsdp2", evaluates=evaluates)
+    train(model, folder, "fsdp2")
 
 
-def train_hsdp(folder: str, flips: str = "") -> None:
+def train_hsdp(folder: str, flips: str = "", *, evaluates: bool = False) -> None:
     """Trains under HSDP on two replicas of two shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = build()
     fully_shard(model, mesh=mesh)
-    train(model, folder, "hsdp", flips=flips)
+    train(model, folder, "hsdp", flips=flips, evaluates=evaluates)
 
 
 def fingerprints(folder: Path) -> pl.DataFrame:
@@ -150,14 +150,26 @@ def test_shards_of_fsdp2_have_keys_of_their_own(rank_pool, tmp_path: Path):
 
 
 def train_after_evaluations(folder: str) -> int:
-    """Returns how many forwards were measured of a training in which FSDP2 frees what was digested."""
-    train_fsdp2(folder, evaluates=True)
+    """Returns how many forwards were measured of a training in which FSDP2 frees what was gathered."""
+    train_hsdp(folder, "0.weight", evaluates=True)
     return open_run(folder).samples().filter(pl.col("rank") == dist.get_rank()).collect().height
 
 
-def test_a_parameter_that_was_digested_while_it_was_gathered_can_be_freed(rank_pool, tmp_path: Path):
-    """FSDP2 resizes the storage of a gathered parameter, which no reading of it may prevent."""
-    assert rank_pool.run(train_after_evaluations, str(tmp_path / "run")) == [2 * STEPS] * 2
+def test_a_parameter_that_is_gathered_has_the_fingerprint_of_its_part(four_ranks, tmp_path: Path):
+    """An evaluation leaves a root gathered: keys, shapes and what is seen are those of any other step.
+
+    FSDP2 frees the gathered parameters behind it, which no reading of them may prevent.
+    """
+    assert four_ranks.run(train_after_evaluations, str(tmp_path / "run")) == [2 * STEPS] * 4
+    table = fingerprints(tmp_path / "run").filter(pl.col("kind") == "parameter")
+    keys = table.group_by("rank").agg(pl.col("replica_key").unique()).sort("rank")
+    assert keys["replica_key"].to_list() == [
+        [f"mesh replicate=R shard=S(0)@{rank % 2} ranks={rank % 2},{rank % 2 + 2}"] for rank in range(4)
+    ]
+    assert set(table.filter(pl.col("tensor") == "0.weight")["shape"]) == {"8x8"}
+    flipped = table.filter(pl.col("attempt") == FLIP_BEFORE)
+    assert differing(flipped) == [(FLIP_BEFORE, "0.weight")]
+    assert differing(flipped.filter(pl.col("rank").is_in([0, 2]))) == []
 
 
 def test_hsdp_is_equal_across_replicas_and_not_across_shards(four_ranks, tmp_path: Path):

@@ -11,11 +11,12 @@ for its backward, and it is left when no forward waits that ran under it. A forw
 one holds the stance therefore runs under it as well, is waited for, and can be measured.
 
 A backward that never comes is told by its graph, which goes with the last tensor of it, and by the attempt:
-what did not come before the next attempt's first forward is not waited for. Between several ranks the attempt
-alone tells, since they all have to run the same program and need not drop a tensor at the same time. Where a
-backward does come after that, or another one through the same forward, the stance is taken again for it. So
-it is where the program has set another stance since, as a ``with`` around the forward alone does at its end, and
-where the observer was removed meanwhile: what checkpoints compute again has to be what they computed before.
+what did not come before the next attempt's first forward is not waited for. Between several ranks the
+attempt alone tells, since they all have to run the same program and need not drop a tensor at the same time.
+Where a backward does come after that, or another one through the same forward, the stance is taken again for
+it. So it is where the program has set another stance since, as a ``with`` around the forward alone does at
+its end, and where the observer was removed meanwhile: what checkpoints compute again has to be what they
+computed before.
 """
 
 import sys

@@ -324,7 +324,7 @@ def test_an_observer_that_is_removed_in_a_backward_leaves_it_at_the_end(session:
     model = spying(seen)
     observer = observe(model, session, force_eager=True)
     output = model(X)
-    parameter = model[1].head.weight
+    parameter = model.get_parameter("1.head.weight")
     parameter.register_hook(lambda _: (observer.close(), None)[1])
     output.sum().backward()
     assert (seen, stance()) == (["force_eager"], "default")
