@@ -67,7 +67,7 @@ def compare(url: str) -> float:
         series = 0
         for task in plan.tasks:
             reading = read_rank(task)
-            alignment.add(reading.keys)
+            alignment.add(reading.rank, reading.keys)
             fold.plan.add_rank(reading.rank, reading.row_spans)
             series = max(series, len(reading.summaries))
         started_s = time.process_time()

@@ -32,8 +32,11 @@ def build() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def train(model: nn.Module, folder: str, run_id: str, *, flips: str = "") -> None:
-    """Trains on data of this rank's own; before the third step rank 1 has one bit flipped."""
+def train(model: nn.Module, folder: str, run_id: str, *, flips: str = "", evaluates: bool = False) -> None:
+    """Trains on data of this rank's own; before the third step rank 1 has one bit flipped.
+
+    An evaluation before each step leaves the parameters of the root gathered, where FSDP2 shards it.
+    """
     torch.manual_seed(11 + dist.get_rank())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     with no_collectives():
@@ -43,6 +46,9 @@ def train(model: nn.Module, folder: str, run_id: str, *, flips: str = "") -> Non
                 parameter = model.get_parameter(flips).detach()
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 local.view(torch.int32).view(-1)[3] ^= 1
+            if evaluates:
+                with torch.no_grad():
+                    model(torch.randn(6, 8))
             model(torch.randn(6, 8)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -69,12 +75,12 @@ def train_fsdp2(folder: str) -> None:
     train(model, folder, "fsdp2")
 
 
-def train_hsdp(folder: str, flips: str = "") -> None:
+def train_hsdp(folder: str, flips: str = "", *, evaluates: bool = False) -> None:
     """Trains under HSDP on two replicas of two shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = build()
     fully_shard(model, mesh=mesh)
-    train(model, folder, "hsdp", flips=flips)
+    train(model, folder, "hsdp", flips=flips, evaluates=evaluates)
 
 
 def fingerprints(folder: Path) -> pl.DataFrame:
@@ -141,6 +147,29 @@ def test_shards_of_fsdp2_have_keys_of_their_own(rank_pool, tmp_path: Path):
     assert keys["replica_key"].to_list() == [["mesh 0=S(0)@0/2 ranks=0"], ["mesh 0=S(0)@1/2 ranks=1"]]
     assert set(table.filter(pl.col("tensor") == "0.weight")["shape"]) == {"8x8"}
     assert differing(table) == []
+
+
+def train_after_evaluations(folder: str) -> int:
+    """Returns how many forwards were measured of a training in which FSDP2 frees what was gathered."""
+    train_hsdp(folder, "0.weight", evaluates=True)
+    return open_run(folder).samples().filter(pl.col("rank") == dist.get_rank()).collect().height
+
+
+def test_a_parameter_that_is_gathered_has_the_fingerprint_of_its_part(four_ranks, tmp_path: Path):
+    """An evaluation leaves a root gathered: keys, shapes and what is seen are those of any other step.
+
+    FSDP2 frees the gathered parameters behind it, which no reading of them may prevent.
+    """
+    assert four_ranks.run(train_after_evaluations, str(tmp_path / "run")) == [2 * STEPS] * 4
+    table = fingerprints(tmp_path / "run").filter(pl.col("kind") == "parameter")
+    keys = table.group_by("rank").agg(pl.col("replica_key").unique()).sort("rank")
+    assert keys["replica_key"].to_list() == [
+        [f"mesh replicate=R shard=S(0)@{rank % 2} ranks={rank % 2},{rank % 2 + 2}"] for rank in range(4)
+    ]
+    assert set(table.filter(pl.col("tensor") == "0.weight")["shape"]) == {"8x8"}
+    flipped = table.filter(pl.col("attempt") == FLIP_BEFORE)
+    assert differing(flipped) == [(FLIP_BEFORE, "0.weight")]
+    assert differing(flipped.filter(pl.col("rank").is_in([0, 2]))) == []
 
 
 def test_hsdp_is_equal_across_replicas_and_not_across_shards(four_ranks, tmp_path: Path):

@@ -7,7 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from typing_extensions import override
 
 from torchinstruments.ranks.grad_sync import read_grad_sync
@@ -58,6 +65,48 @@ def _evaluate() -> tuple[GradSync, GradSync]:
     with torch.no_grad():
         wrapper(torch.ones(1, 1))
     return read[0], read_grad_sync(nn.Linear(1, 1), True, dist.get_world_size())
+
+
+def _local(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Leaves each rank its own gradients."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _hooked() -> dict[str, tuple[list[str], bool]]:
+    """Returns what is read under each hook in two forwards, the first without synchronisation.
+
+    Beside it stands whether the gradient of the second is the mean of all ranks.
+    """
+    state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=100)
+    hooks: dict[str, tuple[object, Any]] = {
+        "allreduce": (None, default_hooks.allreduce_hook),
+        "fp16": (None, default_hooks.fp16_compress_hook),
+        "wrapped": (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+        "noop": (None, noop_hook),
+        "own": (None, _local),
+        "post_local_sgd": (state, post_localSGD_hook),
+    }
+    found: dict[str, tuple[list[str], bool]] = {}
+    for name in ("none", *hooks):
+        model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+        if name in hooks:
+            model.register_comm_hook(*hooks[name])
+        read: list[str] = []
+
+        def pre_hook(module: nn.Module, _: object, read: list[str] = read) -> None:
+            read.append(read_grad_sync(module, torch.is_grad_enabled(), dist.get_world_size()).value)
+
+        model.register_forward_pre_hook(pre_hook)
+        x = torch.full((1, 1), float(dist.get_rank() + 1))
+        with model.no_sync():
+            model(x).sum().backward()
+        model.zero_grad()
+        model(x).sum().backward()
+        gradient = model.module.weight.grad
+        found[name] = read, gradient.item() == 1.5
+    return found
 
 
 class _Unused(nn.Module):
@@ -154,3 +203,31 @@ def test_a_compiled_wrapper_is_seen_through(rank_pool):
 def test_an_evaluation_forward_is_local_and_an_unwrapped_model_unknown(rank_pool):
     """Nothing is reduced without gradients; and nobody knows what a bare model's program does."""
     assert rank_pool.run(_evaluate) == [(GradSync.LOCAL, GradSync.UNKNOWN)] * 2
+
+
+def test_a_communication_hook_that_is_not_known_to_synchronise_is_unknown(rank_pool):
+    """What DDP's own reduction and torch's plain hooks do is known, and they do it."""
+    synced, unknown = ["local", "synced"], ["local", "unknown"]
+    expected = {
+        "none": (synced, True),
+        "allreduce": (synced, True),
+        "fp16": (synced, True),
+        "wrapped": (unknown, True),
+        "noop": (unknown, False),
+        "own": (unknown, False),
+        "post_local_sgd": (unknown, True),
+    }
+    assert rank_pool.run(_hooked) == [expected] * 2
+
+
+def _mixed() -> str:
+    """Returns what is read under DDP's mixed precision, whose forwards need an accelerator."""
+    precision = _MixedPrecision(param_dtype=torch.bfloat16)
+    model = DistributedDataParallel(nn.Linear(1, 1), mixed_precision=precision)
+    assert model._comm_hooks
+    return read_grad_sync(model, True, dist.get_world_size()).value
+
+
+def test_the_hook_of_mixed_precision_is_known(rank_pool):
+    """DDP registers it by itself."""
+    assert rank_pool.run(_mixed) == ["synced"] * 2

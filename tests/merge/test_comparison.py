@@ -592,7 +592,7 @@ def test_a_stretch_is_bounded_whatever_the_length_of_the_run(
         plan, alignment = ComparisonPlan(), AlignmentFold()
         for task in merge_plan.tasks:
             reading = read_rank(task)
-            alignment.add(reading.keys)
+            alignment.add(reading.rank, reading.keys)
             plan.add_rank(reading.rank, reading.row_spans)
         assert plan.num_rows == 3 * run.rows
         num_series = run.rows // samples

@@ -25,6 +25,7 @@ from torch.nn.parallel import DataParallel
 from torchinstruments.observe.engine import is_in_backward
 from torchinstruments.observe.selection import Layer
 from torchinstruments.observe.stack import count_as_call, enclosing_call
+from torchinstruments.ranks.tracing import runs_for_a_compiler
 
 __all__ = ["DirectLayer", "DirectRoot", "ForwardOverride", "replicated"]
 
@@ -212,7 +213,7 @@ class ForwardOverride:
         """Runs the module's forward (training thread, hot path)."""
         module = self._module()
         assert module is not None, "whoever calls a bound method keeps its module alive"
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler():
             return self._run(module, args, kwargs)
         # The caller's own frames are looked at, so that this works where other tools wrapped this.
         called = enclosing_call(self, module, sys._getframe(1))  # noqa: SLF001 - nothing else tells

@@ -1,15 +1,20 @@
 """What torch knows about the call that is running, where it has no public name for it.
 
-Each of these is a look at a flag of the running thread and costs well below a microsecond.
+Each of these is a look at the running thread and costs well below a microsecond, beside `tracing` while any
+thread makes a program.
 """
 
+import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch._C._autograd
 from torch.autograd import Variable
 from torch.fx import _symbolic_trace
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 __all__ = [
     "EXPORT",
@@ -24,6 +29,8 @@ __all__ = [
 
 EXPORT = "torch.export"
 """What traces where ``torch.compiler.is_exporting()`` is true."""
+
+_FX_TRACE = _symbolic_trace.Tracer.trace.__code__
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
 
@@ -59,11 +66,24 @@ def tracing() -> str:
     """Returns what records the current thread's operations to make a program of them; ``""`` for none.
 
     Tensors of a recording are not values, and what is computed of them would become part of the program.
-    ``torch.export`` and ``torch.compile`` are seen by ``torch.compiler.is_compiling()``.
+    ``torch.export`` and ``torch.compile`` are seen by the hooks themselves (`ranks.tracing`).
     """
     if torch._C._get_tracing_state() is not None:  # noqa: SLF001 - torch.jit.is_tracing asks for scripting first
         return "torch.jit.trace"
-    return "torch.fx" if _symbolic_trace._is_fx_tracing_flag else ""  # noqa: SLF001 - its function compiles too
+    # The flag is the whole process's, and up while another thread compiles.
+    if _symbolic_trace._is_fx_tracing_flag and _is_in_fx():  # noqa: SLF001 - its function compiles too
+        return "torch.fx"
+    return ""
+
+
+def _is_in_fx() -> bool:
+    """Returns whether the current thread runs for a tracer of ``torch.fx``."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - nothing else tells
+    while frame is not None:
+        if frame.f_code is _FX_TRACE:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def run_while_traced(function: _Function) -> _Function:

@@ -1,21 +1,24 @@
 """Fingerprints of a model's parameters and buffers, once an attempt.
 
 They are taken at the first sampled forward of an attempt, before anything of it has run, and only while the
-parameters still are those with which the attempt began. Ranks may sample different forwards of an attempt, so
-that a rank which looked after a step beside one which looked before it would seem to have lost its way.
+parameters still are those with which the attempt began. Of a parameter that is gathered at the moment, as
+that of a root is after an evaluation, it is the part that this rank keeps, as ever. Ranks may sample
+different forwards of an attempt, so that a rank which looked after a step beside one which looked before it
+would seem to have lost its way.
 
 Nothing is compared here and no rank is asked: digests go into the table, and whoever reads the tables of all
 ranks compares those with equal keys.
 """
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchinstruments.observe.faults import Faults
+from torchinstruments.observe.sharding import ManagedParameters
 from torchinstruments.observe.tensors import PARAMETER, NamedTensor, named_tensors
 from torchinstruments.ranks.replicas import ReplicaKeys
 from torchinstruments.records import Absent, FingerprintRecord, Position
@@ -141,8 +144,10 @@ class Fingerprinter:
         with functions_off(), isolated("cpu"):
             try:
                 keys = ReplicaKeys(model)
+                at_rest = ManagedParameters.of(model).at_rest or {}
                 for named in named_tensors(model):
-                    row = self._row(named, keys, numbers)
+                    part = at_rest.get(id(named.tensor), named.tensor)
+                    row = self._row(replace(named, tensor=part), keys, numbers)
                     if row is not None:
                         rows.append(row)
             except Exception as error:  # noqa: BLE001 - nothing may leave a hook

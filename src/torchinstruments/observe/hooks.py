@@ -27,6 +27,7 @@ from torch import nn
 
 from torchinstruments.observe.selection import Layer
 from torchinstruments.observe.stack import is_copy
+from torchinstruments.ranks.tracing import runs_for_a_compiler
 from torchinstruments.statistics.isolation import unintercepted
 
 __all__ = [
@@ -186,7 +187,7 @@ class RootPreHook(_HookThatStays):
         self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object] | None = None
     ) -> None:
         """Is called before the model's forward (training thread, hot path)."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler():
             if torch.compiler.is_exporting():
                 self._observer.root_exported()
             else:
@@ -235,7 +236,7 @@ class RootPostHook(_HookThatStays):
 
     def __call__(self, module: nn.Module, _args: object, output: object) -> None:
         """Is called after the model's forward (training thread, hot path)."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler():
             return
         try:
             if not is_copy(module, self._model()):
@@ -265,7 +266,7 @@ class LayerPreHook(_HookThatStays):
     ) -> None:
         """Is called before the layer's forward (training thread, hot path)."""
         try:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler():
                 return
             if threading.get_ident() == self._thread and not is_copy(module, self._layer.watched):
                 self._forward.receive(self._layer, args, kwargs or {})
@@ -292,7 +293,7 @@ class LayerHook(_HookThatStays):
     def __call__(self, module: nn.Module, _args: object, output: object) -> None:
         """Is called after the layer's forward (training thread, hot path)."""
         try:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler():
                 return
             if threading.get_ident() == self._thread and not is_copy(module, self._layer.watched):
                 self._forward.observe(self._layer, output)
@@ -320,7 +321,7 @@ class GradientHook(_HookThatStays):
     def __call__(self, gradient: torch.Tensor | None) -> None:
         """Is called with the tensor's gradient, None for an undefined one (autograd thread, hot path)."""
         try:
-            if not torch.compiler.is_compiling():
+            if not (torch.compiler.is_dynamo_compiling() or runs_for_a_compiler()):
                 self._sample.arrived(self._number, gradient)
         except RecursionError:
             self._sample.num_too_deep += 1
@@ -348,7 +349,7 @@ class ParameterHook(_HookThatStays):
         if gradients is None:
             return
         try:
-            if not torch.compiler.is_compiling():
+            if not (torch.compiler.is_dynamo_compiling() or runs_for_a_compiler()):
                 gradients.accumulated(self._target)
         except RecursionError:
             gradients.num_too_deep += 1

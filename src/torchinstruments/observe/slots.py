@@ -18,6 +18,7 @@ from torch import nn
 from typing_extensions import override
 
 from torchinstruments.observe.stack import count_as_call, is_copy
+from torchinstruments.ranks.tracing import runs_for_a_compiler
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -118,7 +119,7 @@ class CallSlot:
         """Runs the call (training thread, hot path)."""
         module = self._module()
         assert module is not None, "whoever calls a module holds it"
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler():
             if torch.compiler.is_exporting():
                 self.exported()
             else:

@@ -11,9 +11,12 @@ for its backward, and it is left when no forward waits that ran under it. A forw
 one holds the stance therefore runs under it as well, is waited for, and can be measured.
 
 A backward that never comes is told by its graph, which goes with the last tensor of it, and by the attempt:
-what did not come before the next attempt's first forward is not waited for. Between several ranks the attempt
-alone tells, since they all have to run the same program and need not drop a tensor at the same time. Where a
-backward does come after that, or another one through the same forward, the stance is taken again for it.
+what did not come before the next attempt's first forward is not waited for. Between several ranks the
+attempt alone tells, since they all have to run the same program and need not drop a tensor at the same time.
+Where a backward does come after that, or another one through the same forward, the stance is taken again for
+it. So it is where the program has set another stance since, as a ``with`` around the forward alone does at
+its end, and where the observer was removed meanwhile: what checkpoints compute again has to be what they
+computed before.
 """
 
 import sys
@@ -30,6 +33,7 @@ from torchinstruments.observe.engine import (
     call_at_end_of_backward,
     graph_task,
     is_capturing_graph,
+    is_in_backward,
     keeps_graph,
 )
 from torchinstruments.observe.faults import Faults, too_deep
@@ -112,22 +116,32 @@ class Flight:
     def arrived(self, number: int, gradient: torch.Tensor | None) -> None:  # noqa: ARG002 - as hooks call it
         """Takes that a backward has begun; it never raises (autograd thread, hot path)."""
         task = graph_task()
-        owner = self.owner()
-        if self.state is _State.RUNNING or task == self._task or owner is None or owner.is_closed:
+        if self.state is _State.RUNNING or task == self._task or (self.is_left and not self.is_forced):
             return
         self._task = task
+        owner = self.owner()
+        faults = None if owner is None else owner.faults
         try:
-            if self.state is _State.OVER:
-                _PROCESS.resume(self, owner.faults)
-            if not keeps_graph():
+            if self.is_forced or self.state is _State.OVER:
+                _PROCESS.resume(self, faults)
+            # Without its observer nothing would end one whose graph is kept.
+            if self.is_left or not keeps_graph():
                 self.is_in_backward = True
                 call_at_end_of_backward(self._engine_ended)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
-            owner.faults.report(_PROBE, "", error)
+            if faults is not None:
+                faults.report(_PROBE, "", error)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether its observer is gone."""
+        owner = self.owner()
+        return owner is None or owner.is_closed
 
     def over(self) -> None:
         """Lets it be waited for no more (training or autograd thread, hot path)."""
         self.state = _State.OVER
+        self.is_in_backward = False
         owner = self.owner()
         if self.num_too_deep and owner is not None:
             owner.faults.report(_PROBE, "", too_deep(self.num_too_deep))
@@ -162,9 +176,9 @@ class _Process:
                 flights.pop(0).state = _State.OVER
             self._flights = [weakref.ref(flight) for flight in flights]
             self.settle(owner.faults)
-            if forces and self._entered is None and not flights:
+            if forces and not self._is_held() and not flights:
                 self._enter(owner.faults)
-            flight = Flight(owner, position.attempt, is_forced=self._entered is not None)
+            flight = Flight(owner, position.attempt, is_forced=self._is_held())
             self._flights.append(weakref.ref(flight))
             if keeps:
                 self._kept.add(flight)
@@ -178,12 +192,10 @@ class _Process:
                 flight.is_forced and flight.state is not _State.OVER for flight in self._alive()
             ):
                 return
-            entered = self._entered
-            current = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", entered.stance)
             try:
                 # What the program has set since is left to it.
-                if current is entered.stance:
-                    entered.__exit__(None, None, None)
+                if self._is_held():
+                    self._entered.__exit__(None, None, None)
                 self._entered = None
             except Exception as error:  # noqa: BLE001 - tried again at the next forward
                 if faults is not None:
@@ -194,33 +206,54 @@ class _Process:
         with self._lock:
             self._kept.add(flight)
 
-    def resume(self, flight: Flight, faults: Faults) -> None:
-        """Takes the stance again for a backward that was not waited for (autograd thread, hot path)."""
+    def resume(self, flight: Flight, faults: Faults | None) -> None:
+        """Takes the stance again for a backward that finds another (autograd thread, hot path)."""
         with self._lock:
             flight.state = _State.WAITING
-            if all(reference() is not flight for reference in self._flights):
+            if flight.is_left:
+                self._await_its_graph(flight)
+            elif all(reference() is not flight for reference in self._flights):
                 self._flights.append(weakref.ref(flight))
-            if flight.is_forced and self._entered is None:
+            if flight.is_forced and not self._is_held():
                 self._enter(faults)
 
     def drop(self, owner: "Forcing") -> None:
-        """Waits for no forward of an observer any more (any thread)."""
+        """Waits for no forward of an observer any more but one whose backward runs (any thread)."""
         with self._lock:
             for flight in self._alive():
-                if flight.owner() in {owner, None}:
+                if flight.owner() not in {owner, None}:
+                    continue
+                if flight.is_in_backward and (flight.thread != threading.get_ident() or is_in_backward()):
+                    self._await_its_graph(flight)
+                else:
                     flight.state = _State.OVER
             self.settle(owner.faults)
+
+    def _await_its_graph(self, flight: Flight) -> None:
+        """Has the end of its graph leave the stance, where a backward raises and no forward comes."""
+        others = [reference for reference in self._flights if reference() is not flight]
+        self._flights = [*others, weakref.ref(flight, self._graph_went)]
+
+    def _graph_went(self, _: weakref.ref[Flight]) -> None:
+        """Takes that a forward's graph went (any thread)."""
+        self.settle(None)
+
+    def _is_held(self) -> bool:
+        """Returns whether the stance is the one taken here, and not one that the program set since."""
+        current = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
+        return self._entered is not None and current is self._entered.stance
 
     def disarm(self) -> None:
         """Makes it usable in a forked child, where the lock may be held for ever."""
         self._lock = threading.RLock()
 
-    def _enter(self, faults: Faults) -> None:
+    def _enter(self, faults: Faults | None) -> None:
         """Takes the stance; where torch refuses, the forward runs compiled."""
         try:
             self._entered = torch.compiler.set_stance("force_eager")
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
-            faults.report(_PROBE, "", error)
+            if faults is not None:
+                faults.report(_PROBE, "", error)
 
     def _alive(self) -> list[Flight]:
         """Returns the forwards that may still be on their way."""
@@ -241,7 +274,7 @@ def _is_over(flight: Flight, owner: "Forcing", position: Position) -> bool:
         # The thread would not be here if its backward went on, nor if it waited for what it returned.
         raised = flight.is_in_backward and flight.thread == thread
         is_past = is_past or (flight.is_blind and flight.thread == thread)
-        if other is None or raised or is_past:
+        if (other is None and not flight.is_in_backward) or raised or is_past:
             flight.state = _State.OVER
     return flight.state is _State.OVER
 

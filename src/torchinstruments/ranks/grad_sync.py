@@ -9,6 +9,7 @@ and `FullyShardedDataParallel` decide in the *backward*, whatever their flags sa
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from torchinstruments.ranks.comm_hooks import leaves_the_mean
 from torchinstruments.records import GradSync
 
 __all__ = ["read_grad_sync"]
@@ -23,12 +24,15 @@ def read_grad_sync(root_module: torch.nn.Module, grad_enabled: bool, world_size:
         world_size: Ranks in the world.
 
     Returns:
-        `SYNCED` or `LOCAL` under DDP; `NOT_DISTRIBUTED` where nothing wraps the model and it is alone;
+        `SYNCED` or `LOCAL` under DDP, and `UNKNOWN` in place of `SYNCED` where it has a communication hook
+        that is not known to synchronise; `NOT_DISTRIBUTED` where nothing wraps the model and it is alone;
         else `UNKNOWN`.
     """
     wrapper = _ddp_of(root_module)
     if wrapper is not None:
-        return GradSync.SYNCED if grad_enabled and wrapper.require_backward_grad_sync else GradSync.LOCAL
+        if not grad_enabled or not wrapper.require_backward_grad_sync:
+            return GradSync.LOCAL
+        return GradSync.SYNCED if leaves_the_mean(wrapper) else GradSync.UNKNOWN
     return GradSync.NOT_DISTRIBUTED if world_size == 1 else GradSync.UNKNOWN
 
 

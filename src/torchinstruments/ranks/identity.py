@@ -9,6 +9,7 @@ moment, so the answer is None and the caller asks again at the first root forwar
 import contextlib
 import multiprocessing
 import os
+import re
 import secrets
 import socket
 
@@ -21,6 +22,7 @@ from torchinstruments.records import Identity
 __all__ = ["configured_run_id", "discover", "new_process_id", "world_of_one"]
 
 _NOT_A_RUN_ID = frozenset({"none", "default"})
+_IN_PATHS = re.compile("[A-Za-z0-9_]")
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
 
@@ -68,15 +70,28 @@ def configured_run_id() -> str | None:
 
     torchrun's ``--rdzv-id`` unless it is its default, else Slurm's job and step, ``1234.0``. Both stay the
     same when the launcher restarts the job.
+
+    Raises:
+        ConfigurationError: Nothing of it may stand in a path.
     """
     elastic = environment.text(environment.TORCHELASTIC_RUN_ID)
     if elastic is not None and elastic.lower() not in _NOT_A_RUN_ID:
-        return elastic
+        return _nameable(elastic, environment.TORCHELASTIC_RUN_ID)
     job = environment.text(environment.SLURM_JOB_ID)
     step = environment.text(environment.SLURM_STEP_ID)
     if job is None or step is None:
-        return job
-    return f"{job}.{step}"
+        return job and _nameable(job, environment.SLURM_JOB_ID)
+    return _nameable(f"{job}.{step}", f"{environment.SLURM_JOB_ID} and {environment.SLURM_STEP_ID}")
+
+
+def _nameable(run_id: str, variables: str) -> str:
+    """Returns a run id that has something which may stand in a path."""
+    if _IN_PATHS.search(run_id) is None:
+        raise ConfigurationError(
+            f"the run id {run_id!r} of {variables} has no letter, digit or underscore to name a folder by; "
+            f"correct the environment, or give run_id"
+        )
+    return run_id
 
 
 def _of_process_group(process: str, device: str) -> Identity:

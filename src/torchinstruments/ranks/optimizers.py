@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.inner_optimizer import inner_optimizer
 from torchinstruments.ranks.membership import Membership, Place
+from torchinstruments.ranks.tracing import runs_for_a_compiler
 from torchinstruments.records import Evidence, Outcome
 
 __all__ = ["KnownOptimizer", "OptimizerWatch", "StepListener", "first_lr", "unwrapped"]
@@ -176,7 +177,7 @@ class OptimizerWatch:
         return entry if entry.belongs else None
 
     def _step_started(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or os.getpid() != self._pid:
+        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler() or os.getpid() != self._pid:
             return
         try:
             entry = self.known(optimizer)
@@ -199,7 +200,7 @@ class OptimizerWatch:
             self._report(error)
 
     def _step_ended(self, optimizer: Optimizer, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or os.getpid() != self._pid:
+        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler() or os.getpid() != self._pid:
             return
         try:
             # The verdict of the step's start holds for its end.

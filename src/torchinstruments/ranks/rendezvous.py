@@ -464,7 +464,8 @@ def _agent_store(timeout_s: float) -> dist.Store | None:
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
         )
-    except (RuntimeError, ValueError, OSError):
+    # A number that is no port is a TypeError of the binding.
+    except (RuntimeError, ValueError, TypeError, OSError):
         return None
 
 

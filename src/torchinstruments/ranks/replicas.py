@@ -19,17 +19,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torchinstruments.ranks.comm_hooks import leaves_the_mean
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
 
 __all__ = ["ReplicaKeys", "key_of_layout"]
 
-# Each leaves the same gradient on every rank of the group.
-_SYNCHRONISING_HOOKS = ("allreduce_hook", "bf16_compress_hook", "fp16_compress_hook")
 _MAX_KEYS = 256
 _keys: dict[object, str] = {}
-_DEFAULT_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 
 
 class ReplicaKeys:
@@ -73,9 +72,7 @@ def _key_of_ddp(wrapper: DistributedDataParallel) -> str:
     """Returns the key of what a wrapper synchronises, or ``""``."""
     if wrapper.mixed_precision is not None:
         return ""  # between a forward and its backward a parameter may be its copy of less precision
-    hooks = sys.modules.get(_DEFAULT_HOOKS)
-    synchronising = {getattr(hooks, name, None) for name in _SYNCHRONISING_HOOKS}
-    if any(hook not in synchronising for hook, _ in wrapper._comm_hooks):  # noqa: SLF001 - has no public name
+    if not leaves_the_mean(wrapper):
         return ""
     return f"ddp ranks={_ranks_text(dist.get_process_group_ranks(wrapper.process_group))}"
 

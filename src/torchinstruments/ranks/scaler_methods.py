@@ -26,6 +26,8 @@ from typing import Any, Protocol
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from torchinstruments.ranks.tracing import runs_for_a_compiler
+
 __all__ = ["USER_CALL_CODE", "ScalerListener", "listen", "stop_listening", "wrap_new_classes"]
 
 _METHODS = {"scale": "outputs", "unscale_": "optimizer", "step": "optimizer", "update": "new_scale"}
@@ -197,7 +199,7 @@ def _subject(
 def _pass_through(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def scaler_method(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler():
             return original(self, *args, **kwargs)
         return _PATCHES.call(name, original, self, args, kwargs)
 

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchinstruments.statistics.host_memory import as_array
 from torchinstruments.statistics.measuring import MAX_SCRATCH_BYTES
 from torchinstruments.statistics.pieces import flat_pieces
 
@@ -78,7 +79,7 @@ class Digester:
             and not tensor.is_conj()
         ):
             # Models have hundreds of these, each of which costs what is done around the numbers.
-            words = _as_integers(tensor).numpy().reshape(-1).view(np.uint64)
+            words = as_array(_as_integers(tensor)).reshape(-1).view(np.uint64)
             mixed = words >> _FOLD
             mixed ^= words
             mixed *= weights[: len(mixed)]
@@ -198,10 +199,10 @@ def _host_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[npt.NDArray
     What is yielded need not be aligned to words; NumPy reads it all the same.
     """
     if tensor.is_contiguous() and not tensor.is_conj():
-        yield _as_integers(tensor).view(-1).numpy().view(np.uint8)
+        yield as_array(_as_integers(tensor).view(-1)).view(np.uint8)
     else:
         for piece in _byte_pieces(tensor, piece_bytes):
-            yield piece.numpy()
+            yield as_array(piece)
 
 
 def _device_words(piece: torch.Tensor) -> torch.Tensor:
@@ -221,7 +222,9 @@ def _byte_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[torch.Tenso
     if bits.numel() == 0:
         return
     if bits.is_contiguous():
-        yield from bits.view(-1).view(torch.uint8).split(piece_bytes)
+        # A single entry is contiguous whatever its stride, and flat by no view of torch's own.
+        flat = bits.as_strided((bits.numel(),), (1,))
+        yield from flat.view(torch.uint8).split(piece_bytes)
         return
     held: list[torch.Tensor] = []
     num_held = 0

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from torchinstruments.statistics.bins import sorted_counts
+from torchinstruments.statistics.host_memory import as_array
 from torchinstruments.statistics.moments import CHUNK, Array, Moments, chunks, moments, weighted_moments
 from torchinstruments.statistics.pieces import flat_pieces, replaced_pieces
 
@@ -198,12 +199,12 @@ def count_entries(tensor: torch.Tensor) -> CountedEntries:
     Args:
         tensor: On the CPU, of a dtype of 8 or 16 bits. Peak scratch is about 3 MB.
     """
-    bits = torch.uint8 if tensor.dtype.itemsize == 1 else torch.uint16
+    bits = np.dtype(np.uint8 if tensor.dtype.itemsize == 1 else np.uint16)
     # A table of half the bytes stays nearer to the processor.
     table_dtype = np.int32 if tensor.numel() < MAX_NARROW_COUNT else np.int64
     by_code = np.zeros(1 << (8 * tensor.dtype.itemsize), dtype=table_dtype)
     for piece in flat_pieces(tensor, _COUNT_PIECE):
-        count_codes(by_code, piece.view(bits).numpy())
+        count_codes(by_code, as_array(piece, bits))
     known = _codes(tensor.dtype)
     counts = np.concatenate([by_code[run] for run in known.runs])
     occurs = np.flatnonzero(counts != 0)

@@ -18,6 +18,7 @@ from torchinstruments.records import Absent
 from torchinstruments.statistics.bins import Binned, BinRule, bin_edges, thresholds
 from torchinstruments.statistics.fact_columns import FactColumns
 from torchinstruments.statistics.facts import QUARTERS
+from torchinstruments.statistics.host_memory import as_array
 from torchinstruments.statistics.measured import Measured
 from torchinstruments.statistics.measuring import FactsReducer
 from torchinstruments.statistics.moments import Array, exponents_of
@@ -168,12 +169,12 @@ class _Block:
         entries = self._rows[row]
         if tensor.dtype is torch.bfloat16:
             # Its bits are the upper half of those of float32.
-            source = tensor.view(torch.uint16).numpy()
-            bits = entries[:num_entries].view(np.uint32).reshape(source.shape)
+            source = as_array(tensor, np.uint16)
+            bits = _shaped(entries[:num_entries].view(np.uint32), source)
             np.left_shift(source, 16, out=bits, dtype=np.uint32)
         elif tensor.dtype in _OF_NUMPY:
-            source = tensor.numpy()
-            entries[:num_entries].reshape(source.shape)[...] = source
+            source = as_array(tensor)
+            _shaped(entries[:num_entries], source)[...] = source
         else:
             self._memory[row].narrow(0, 0, num_entries).view(tensor.shape).copy_(tensor)
         entries[num_entries:] = np.nan
@@ -280,8 +281,13 @@ def _fits_float64(tensor: torch.Tensor) -> bool:
     """Returns whether float64 holds every entry of a tensor of 64 bits."""
     if tensor.dtype is torch.float64:
         return True
-    source: Array = tensor.numpy()
+    source = as_array(tensor)
     return int(source.max()) < _EXACT_BELOW and int(source.min()) > -_EXACT_BELOW
+
+
+def _shaped(row: Array, source: Array) -> Array:
+    """Returns entries of a row in the shape of what is copied there."""
+    return row if source.ndim == 1 else row.reshape(source.shape)
 
 
 def _ranks(num_finite: Array) -> Array:

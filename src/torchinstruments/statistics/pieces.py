@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from torchinstruments.statistics.host_memory import as_array
 from torchinstruments.statistics.moments import Array
 
 __all__ = ["finite_pieces", "flat_pieces", "replaced_pieces", "without_repeats"]
@@ -62,7 +63,7 @@ def finite_pieces(tensor: torch.Tensor, num_entries: int) -> Iterator[Array]:
         num_entries: Entries that are looked at for a piece at most.
     """
     for piece in flat_pieces(tensor, num_entries):
-        entries: Array = piece.numpy()
+        entries = as_array(piece)
         if entries.dtype.kind == "f":
             finite = np.isfinite(entries)
             if not finite.all():
@@ -80,10 +81,10 @@ def replaced_pieces(tensor: torch.Tensor, num_entries: int, other: float | None)
         other: An entry; None where all are finite, and are not looked at.
     """
     if tensor.is_contiguous():
-        flat: Array = tensor.view(-1).numpy()
+        flat: Array = as_array(tensor.view(-1))
         pieces = (flat[start : start + num_entries] for start in range(0, flat.size, num_entries))
     else:
-        pieces = (piece.numpy() for piece in flat_pieces(tensor, num_entries))
+        pieces = (as_array(piece) for piece in flat_pieces(tensor, num_entries))
     for entries in pieces:
         yield entries if other is None else np.where(np.isfinite(entries), entries, entries.dtype.type(other))
 

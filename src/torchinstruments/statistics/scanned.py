@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from torchinstruments.statistics.bins import sorted_counts
+from torchinstruments.statistics.host_memory import NUMPY_DTYPES
 from torchinstruments.statistics.moments import Array, Moments, chunks, moments
 from torchinstruments.statistics.pieces import finite_pieces
 
@@ -109,7 +110,7 @@ class ScannedEntries:
     def _entries(self, keys: Array) -> Array:
         """Returns the entries of these keys."""
         top = self._key_type(1 << (self._bits - 1))
-        dtype = torch.empty(0, dtype=self._tensor.dtype, device="cpu").numpy().dtype
+        dtype = NUMPY_DTYPES[self._tensor.dtype]
         if dtype.kind == "u":
             return keys
         if dtype.kind == "i":

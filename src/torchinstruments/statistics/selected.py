@@ -13,6 +13,7 @@ import torch
 
 from torchinstruments.statistics.bins import sorted_counts
 from torchinstruments.statistics.counted_bins import counted_bins
+from torchinstruments.statistics.host_memory import NUMPY_DTYPES, as_array
 from torchinstruments.statistics.moments import CHUNK, Array, Moments, moments
 from torchinstruments.statistics.pieces import finite_pieces, replaced_pieces
 from torchinstruments.statistics.selection import count_true, select
@@ -32,7 +33,7 @@ class SelectedEntries:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        self._finite = _finite_copy(tensor) if not tensor.is_contiguous() else tensor.view(-1).numpy()
+        self._finite = _finite_copy(tensor) if not tensor.is_contiguous() else as_array(tensor.view(-1))
         self._low, self._high = _ends(self._finite)
         if not (np.isfinite(self._low) and np.isfinite(self._high)):
             self._finite = _finite_copy(tensor)
@@ -77,7 +78,7 @@ def _ends(entries: Array) -> tuple[np.number[Any], np.number[Any]]:
 
 def _finite_copy(tensor: torch.Tensor) -> Array:
     """Returns the finite entries in an array of their own."""
-    flat = np.empty(tensor.numel(), dtype=tensor.numpy().dtype)
+    flat = np.empty(tensor.numel(), dtype=NUMPY_DTYPES[tensor.dtype])
     size = 0
     for piece in finite_pieces(tensor, CHUNK):
         flat[size : size + piece.size] = piece

@@ -249,7 +249,7 @@ def test_a_second_backward_through_a_forced_forward_finds_it_forced(
 
 
 def test_removing_the_observer_in_between_leaves_it(session: MemorySession) -> None:
-    """Whether the model runs or waits for its backward; the backward then changes nothing."""
+    """The program's code between the two runs compiled again."""
     model = compiled_blocks()
     observer = observe(model, session, force_eager=True)
     loss = model(X).sum()
@@ -258,6 +258,117 @@ def test_removing_the_observer_in_between_leaves_it(session: MemorySession) -> N
     assert stance() == "default"
     loss.backward()
     assert stance() == "default"
+
+
+class Spying(torch.autograd.Function):
+    """Notes the stance in which its backward runs, and raises there if it is to."""
+
+    @staticmethod
+    @override
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        ctx, x, ctx.seen, ctx.fails = args
+        return x.clone()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        ctx.seen.append(stance())
+        if ctx.fails:
+            raise ValueError("the program's own")
+        return *grad_outputs, None, None
+
+
+def spying(seen: list[str], *, fails: bool = False) -> nn.Sequential:
+    """A model with compiled and checkpointed blocks; the stance is seen behind them in the backward."""
+    first = Recorder(lambda x: Spying.apply(x.clone().requires_grad_(), seen, fails))
+    return nn.Sequential(first, compiled_blocks(checkpointed=True))
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_a_backward_that_comes_after_its_observer_was_removed_runs_forced(
+    session: MemorySession, retain_graph: bool
+) -> None:
+    """What checkpoints compute again is what they computed before, and the stance is left at the end."""
+    seen: list[str] = []
+    model = spying(seen)
+    observer = observe(model, session, force_eager=True)
+    loss = model(X).sum()
+    observer.close()
+    del observer
+    assert stance() == "default"
+    loss.backward(retain_graph=retain_graph)
+    assert (seen, stance()) == (["force_eager"], "default")
+    if retain_graph:
+        loss.backward()
+        assert (seen, stance()) == (["force_eager"] * 2, "default")
+
+
+def test_such_a_backward_that_raises_leaves_it_with_its_graph(session: MemorySession) -> None:
+    """No forward of an observer comes any more that would tell."""
+    seen: list[str] = []
+    model = spying(seen, fails=True)
+    observer = observe(model, session, force_eager=True)
+    loss = model(X).sum()
+    observer.close()
+    with pytest.raises(ValueError, match="the program's own"):
+        loss.backward()
+    assert seen == ["force_eager"]
+    del loss
+    gc.collect()
+    assert stance() == "default"
+
+
+def test_an_observer_that_is_removed_in_a_backward_leaves_it_at_the_end(session: MemorySession) -> None:
+    """A hook of the program's may remove it; what is computed again behind that is still forced."""
+    seen: list[str] = []
+    model = spying(seen)
+    observer = observe(model, session, force_eager=True)
+    output = model(X)
+    parameter = model.get_parameter("1.head.weight")
+    parameter.register_hook(lambda _: (observer.close(), None)[1])
+    output.sum().backward()
+    assert (seen, stance()) == (["force_eager"], "default")
+
+
+@pytest.mark.parametrize("around", ["fail_on_recompile", "eager_on_recompile", "default"])
+def test_a_stance_around_the_forward_alone_is_taken_again_for_the_backward(
+    session: MemorySession, around: str
+) -> None:
+    """The program's own goes with its ``with``, and ours with it; each sample is whole all the same."""
+    seen: list[str] = []
+    model = spying(seen)
+    model(X).sum().backward()
+    seen.clear()
+    observer = observe(model, session, force_eager=True)
+    for _ in range(3):
+        with torch.compiler.set_stance(around):
+            output = model(X)
+        assert stance() == "default"
+        output.sum().backward()
+        assert stance() == "default"
+    assert seen == ["force_eager"] * 3
+    assert (observer.counters.samples, observer.counters.missed) == (3, 0)
+    assert {m.execution.value for m in session.outputs() + session.gradients()} == {"forced_eager"}
+    assert len(session.outputs()) == len(session.gradients()) == 3 * 6
+    assert session.errors == []
+
+
+def test_a_forward_under_a_stance_that_replaced_ours_is_not_taken_for_a_forced_one(
+    session: MemorySession,
+) -> None:
+    """It ran compiled, so its sample is missed; the one before it still has a forced backward."""
+    model = compiled_blocks(checkpointed=True)
+    model(X).sum().backward()
+    observer = observe(model, session, force_eager=True)
+    first = model(X)
+    torch.compiler.set_stance("default")
+    second = model(X)
+    first.sum().backward()
+    second.sum().backward()
+    assert (observer.counters.samples, observer.counters.missed) == (1, 1)
+    assert {m.execution.value for m in session.outputs()} == {"forced_eager"}
+    assert [error.message for error in session.errors if "ran compiled" not in error.message] == []
+    assert len(session.errors) == 1
 
 
 def test_a_model_that_is_dropped_leaves_it(session: MemorySession) -> None:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.ranks.identity import configured_run_id, discover, new_process_id, world_of_one
+from torchinstruments.store.layout import safe_run_id
 
 VARIABLES = (
     "RANK",
@@ -203,6 +204,31 @@ def test_the_run_id_is_torchelastics_unless_it_is_its_default_else_slurms(monkey
     """`none` is what torchrun says when nobody gave an id."""
     _setenv(monkeypatch, **values)
     assert configured_run_id() == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "variables"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "../.."}, "TORCHELASTIC_RUN_ID"),
+        ({"SLURM_JOB_ID": ".."}, "SLURM_JOB_ID"),
+        ({"SLURM_JOB_ID": "..", "SLURM_STEP_ID": "/"}, "SLURM_JOB_ID and SLURM_STEP_ID"),
+        ({"SLURM_JOB_ID": "-", "SLURM_STEP_ID": "\u00e9"}, "SLURM_JOB_ID and SLURM_STEP_ID"),
+    ],
+)
+def test_a_run_id_that_names_no_folder_is_refused_by_its_variable(monkeypatch, values, variables):
+    """Nobody gave a run id, so the sentence says where it comes from, and how to give one."""
+    _setenv(monkeypatch, **values)
+    with pytest.raises(ConfigurationError, match=f"of {variables} has no letter.*or give run_id"):
+        configured_run_id()
+
+
+@pytest.mark.parametrize("step", ["_", "0", "./x", "9-"])
+def test_a_run_id_of_the_launcher_that_is_taken_can_be_made_safe(monkeypatch, step):
+    """What names a folder here names one in the store's layout."""
+    _setenv(monkeypatch, SLURM_JOB_ID="..", SLURM_STEP_ID=step)
+    found = configured_run_id()
+    assert found is not None
+    assert safe_run_id(found)
 
 
 def test_process_ids_are_8_hex_digits_and_differ():

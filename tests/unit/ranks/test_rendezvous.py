@@ -332,6 +332,15 @@ def test_without_agent_and_group_there_is_no_store(monkeypatch):
     assert connect(_identity(0, "a"), timeout_s=0.2) is None
 
 
+@pytest.mark.parametrize("port", ["99999999", "-1", "65536", "29500.5", "port"])
+def test_an_agent_at_what_is_no_port_is_no_store(monkeypatch, port):
+    """The rank attaches unverified, as where nobody answers."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+    assert connect(_identity(0, "a"), timeout_s=0.2) is None
+
+
 def test_generations_are_counted_in_the_store_over_a_restart(server):
     """By run and channel; a store that is gone, or none, counts nothing and raises nothing."""
     store = _client(server)

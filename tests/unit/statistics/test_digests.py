@@ -192,6 +192,16 @@ def test_a_conjugated_and_an_expanded_tensor_are_their_values() -> None:
     assert WHOLE.on_host(row.expand(3, 7)) == on_device(row.expand(3, 7)) == WHOLE.on_host(row.repeat(3, 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex64])
+def test_a_single_entry_has_its_digest_whatever_its_stride(dtype: torch.dtype) -> None:
+    """Torch takes it for contiguous, but not for flat."""
+    entry = torch.arange(1, 9).to(dtype)[3:4:3].as_strided((1,), (3,))
+    digester = Digester()
+    expected = digester.on_host(entry.clone())
+    assert digester.on_host(entry) == expected
+    assert unsigned(int(digester.on_device(entry))) == expected
+
+
 def test_the_number_of_threads_has_no_part_in_it() -> None:
     """Sums of integers do not depend on how they are split."""
     tensor = torch.randn(1_000_003, generator=torch.Generator().manual_seed(3))
