@@ -149,6 +149,14 @@ class RunSession:
         """Takes what tells the training side's counters, for the manifest."""
         self._source = source
 
+    def fetch_with(self, overdue: Callable[[float], Sequence[ClosedAttempt]]) -> None:
+        """Takes what returns the attempts that have waited long for their end, called in the writer thread.
+
+        Args:
+            overdue: Takes the seconds of `time.perf_counter`.
+        """
+        self._delivery.fetch_with(overdue)
+
     def finish_with(self, last_words: Callable[[], Callable[[], None] | None]) -> None:
         """Takes what leaves the attempt that is open here, when the interpreter exits without a close.
 

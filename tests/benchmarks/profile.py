@@ -6,7 +6,8 @@
 
 Each cell is the least processor time of this thread among the rounds; variants take turns within a round, so
 that what else the machine does falls on all of them alike. Only ratios of one run are comparable. The second
-table is for small tensors, two hundred in a batch, in microseconds for each tensor.
+table is for data of several kinds: what is counted or sorted costs more or less with how its entries repeat.
+The third is for small tensors, two hundred in a batch, in microseconds for each tensor.
 
 The ``-P`` keeps this folder off the import path, where this file would pass for the standard library's own
 ``profile``; started without it, the script takes the folder off by itself.
@@ -32,6 +33,7 @@ from torchinstruments.statistics.profile import ExactProfile  # noqa: E402
 from torchinstruments.statistics.reducers import combine, finite_fraction, max_abs, mean, rms, std  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)
+KINDS_SIZE = 1_000_000
 SMALL_SIZES = (16, 64, 256, 1000, 4096)
 NUM_SMALL = 200
 MIN_CALL_S = 0.002
@@ -41,7 +43,7 @@ FIVE = combine(mean(), std(), rms(), max_abs(), finite_fraction()).parts
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description="Cost of measuring a tensor, as multiples of its bare sum.")
     parser.add_argument("--rounds", type=int, default=9, help="rounds, of which the least time counts")
     parser.add_argument(
@@ -64,6 +66,10 @@ def main() -> None:
     for size in options.sizes:
         for dtype in DTYPES:
             print_row(ratios(size, dtype, options.rounds))
+    print(f"\n{KINDS_SIZE:,} entries of several kinds: the profile, as multiples of the bare sum\n")
+    print_row(("", "dtype", *KINDS))
+    for dtype in DTYPES:
+        print_row(kinds(KINDS_SIZE, dtype, options.rounds))
     print(
         f"\n{NUM_SMALL} small tensors in a batch: us for each, all but the reading on the training thread\n"
     )
@@ -91,6 +97,21 @@ def ratios(size: int, dtype: torch.dtype, rounds: int) -> tuple[str, ...]:
     times += [f"{seconds[name] / bare:.1f}" for name in ("profile", "histogram", "five")]
     per_entry = f"{seconds['profile'] / size * 1e9:.2f}"
     return (f"{size:,}", name_of(dtype), f"{bare * 1e6:.1f}", *times, per_entry)
+
+
+def kinds(size: int, dtype: torch.dtype, rounds: int) -> tuple[str, ...]:
+    """Returns the row of one dtype with a cell for each kind of data."""
+    cells: list[str] = []
+    for change in KINDS.values():
+        # NaN and infinity are 0, the lowest and the highest value of a dtype that has neither.
+        entries = change(entries_of(size, torch.float32))
+        tensor = entries.to(dtype) if dtype.is_floating_point else whole_numbers(entries, dtype)
+        seconds = least_times(
+            {"sum": partial(bare_sum, tensor), "profile": partial(measure, (tensor,), (ExactProfile(),))},
+            rounds,
+        )
+        cells.append(f"{seconds['profile'] / seconds['sum']:.1f}")
+    return ("", name_of(dtype), *cells)
 
 
 def small(size: int, dtype: torch.dtype, rounds: int) -> tuple[str, ...]:
@@ -134,7 +155,56 @@ def entries_of(size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Returns normal data."""
     generator = torch.Generator().manual_seed(seed)
     entries = torch.randn(size, generator=generator)
-    return entries.to(dtype) if dtype.is_floating_point else (entries * 30).clamp(-128, 127).to(dtype)
+    return entries.to(dtype) if dtype.is_floating_point else whole_numbers(entries, dtype)
+
+
+def whole_numbers(entries: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns entries of about 1 over most of the range of an integer dtype of 8 bits."""
+    return (entries.nan_to_num() * 30).clamp(-128, 127).to(dtype)
+
+
+def as_drawn(entries: torch.Tensor) -> torch.Tensor:
+    """Returns the entries."""
+    return entries
+
+
+def rectified(entries: torch.Tensor) -> torch.Tensor:
+    """Returns them with half of them zero."""
+    return entries.relu()
+
+
+def mostly_zero(entries: torch.Tensor) -> torch.Tensor:
+    """Returns them with nine of ten zero, at places that have nothing to do with each other."""
+    keep = torch.rand(entries.shape, generator=torch.Generator().manual_seed(1)) < 0.1
+    return entries.where(keep, 0.0)
+
+
+def constant(entries: torch.Tensor) -> torch.Tensor:
+    """Returns as many ones."""
+    return torch.ones_like(entries)
+
+
+def ascending(entries: torch.Tensor) -> torch.Tensor:
+    """Returns them sorted."""
+    return entries.sort().values
+
+
+def partly_nonfinite(entries: torch.Tensor) -> torch.Tensor:
+    """Returns them with one of fifteen NaN, and two of fifteen infinite."""
+    changed = entries.clone()
+    for start, value in enumerate((float("nan"), float("inf"), -float("inf"))):
+        changed[start::15] = value
+    return changed
+
+
+KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "normal": as_drawn,
+    "relu": rectified,
+    "9/10 zero": mostly_zero,
+    "constant": constant,
+    "sorted": ascending,
+    "3/15 nonfinite": partly_nonfinite,
+}
 
 
 def bare_sum(tensor: torch.Tensor) -> None:

@@ -6,12 +6,13 @@ nothing but its few additions.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable
 
 from torchinstruments.observe.bypass import Bypass
 from torchinstruments.observe.faults import Faults
 from torchinstruments.ranks.clock import StepClock
-from torchinstruments.records import ClosedAttempt, GradSync, Outbox, Position
+from torchinstruments.records import GradSync, Outbox, Position
 
 __all__ = ["AttemptFeed"]
 
@@ -38,6 +39,8 @@ class AttemptFeed:
         # A signal handler may run the model while its thread is in here.
         self._lock = threading.RLock()
         self._noticed: set[str] = set()
+        # Whoever could still tell the end of a block holds this: a `with` statement, or the program.
+        self._block: weakref.ref[object] | None = None
 
     @property
     def is_before_every_step(self) -> bool:
@@ -50,7 +53,7 @@ class AttemptFeed:
         with self._lock:
             started = self._clock.forward_started(grad_enabled=grad_enabled, now_s=now_s, now_us=now_us)
         if started.closed:
-            self._leave(started.closed)
+            self._session.put_attempts(started.closed)
         return started.position
 
     def forward_ended(self, grad_sync: GradSync, position: Position | None) -> None:
@@ -68,41 +71,66 @@ class AttemptFeed:
         with self._lock:
             self._clock.backward_ended(self._now())
 
-    def step_entered(self, global_step: int | None, micro_batches: int | None) -> bool:
+    def step_entered(self, block: object, global_step: int | None, micro_batches: int | None) -> bool:
         """Takes that an attempt begins because the program says so (training thread, hot path).
+
+        Args:
+            block: Will tell its end. Where it is gone without that, the next block ends it.
+            global_step: The caller's number.
+            micro_batches: The caller's number.
 
         Returns:
             Whether its end is to be told, by `step_left`; not that of one inside another one.
         """
         now_us = time.time_ns() // 1000
+        if self._clock.in_boundary and self._block is not None and self._block() is None:
+            self.step_left(failed=False)
+            self.notice(
+                "never left",
+                "a block of Observer.step was entered and never left; it ended where the next one began",
+            )
         with self._lock:
             closed = self._clock.boundary_entered(
                 self._now(), now_us, global_step=global_step, micro_batches_declared=micro_batches
             )
         if closed is None:
+            self._notice_ignored()
+            return False
+        self._block = weakref.ref(block)
+        if closed:
+            self._session.put_attempts(closed)
+        return True
+
+    def _notice_ignored(self) -> None:
+        """Tells that a block was entered where none can begin."""
+        if self._clock.in_boundary:
             self.notice(
                 "nested",
                 "a block of Observer.step was entered inside another one, which goes on; the inner one is "
                 "ignored",
             )
-            return False
-        self._leave(closed)
-        return True
+        else:
+            self.notice(
+                "in step",
+                "a block of Observer.step was entered inside optimizer.step(closure), whose attempt goes on "
+                "when it is left; it is ignored: put it around the step",
+            )
 
     def step_left(self, *, failed: bool) -> None:
         """Takes that the program's attempt is over, by an exception too (training thread, hot path)."""
         with self._lock:
+            boundary = self._clock.boundary
             closed = self._clock.boundary_left(self._now(), failed=failed)
-        if not closed:
+        if closed:
+            self._session.put_attempts(closed)
+        if boundary is None or failed:
             return
-        self._session.put_attempts(closed)
-        record = closed[0].record
-        declared, seen = record.micro_batches_declared, record.micro_batches
-        if declared is not None and declared != seen and not failed:
+        declared, seen = boundary.micro_batches_declared, boundary.micro_batches
+        if declared is not None and declared != seen:
             self.notice(
                 "declared",
                 f"a block of Observer.step declared micro_batches={declared} and ran {seen} with gradients "
-                f"(attempt {record.attempt}, global_step {record.global_step}); both numbers are in the "
+                f"(attempt {boundary.attempt}, global_step {boundary.global_step}); both numbers are in the "
                 f"steps table, and of further blocks they are only there",
             )
 
@@ -112,15 +140,13 @@ class AttemptFeed:
         While the interpreter exits, another thread may still train: its next forward opens the next attempt.
         """
         with self._lock:
-            in_boundary = self._clock.in_boundary
             closed = self._clock.close(self._now())
-        if not in_boundary:
-            self._leave(closed)
-        elif closed:
+        if closed:
             self._session.put_attempts(closed)
 
     def tell_what_was_lost(self) -> None:
-        """Tells of steps that have no row (training thread, at the end)."""
+        """Tells of steps that have no row, or came without a forward (training thread, at the end)."""
+        self._bypass.steps_passed(self._clock.num_steps_without_forward)
         if dropped := self._clock.num_dropped_steps:
             sentence = f"{dropped} steps in one attempt were more than are kept"
             self._faults.report("optimizer", "", OverflowError(sentence))
@@ -140,9 +166,3 @@ class AttemptFeed:
     def disarm(self) -> None:
         """Makes it usable in a forked child, where the lock may be held for ever."""
         self._lock = threading.RLock()
-
-    def _leave(self, closed: Sequence[ClosedAttempt]) -> None:
-        """Leaves attempts that no block ended; in one, a model may be called between two steps."""
-        if closed:
-            self._bypass.attempts_closed(closed)
-            self._session.put_attempts(closed)

@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ from torchinstruments.observe.direct import ForwardOverride, replicated
 from torchinstruments.observe.engine import is_in_backward, tracing
 from torchinstruments.observe.slots import CallSlot
 from torchinstruments.observe.stack import callers, runs_for
-from torchinstruments.records import ClosedAttempt
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -208,14 +207,9 @@ class Bypass:
         self._is_closed = True
         self.disarm()
 
-    def attempts_closed(self, attempts: Iterable[ClosedAttempt]) -> None:
-        """Takes the attempts of a window that closed (training thread, hot path).
-
-        Each optimizer's steps in it but the first came without a call of the model.
-        """
-        records = (attempt.record for attempt in attempts)
-        steps = Counter((record.attempt, record.optimizer) for record in records if record.optimizer >= 0)
-        self._num_steps += steps.total() - len(steps)
+    def steps_passed(self, number: int) -> None:
+        """Takes how many steps of the model's optimizers came without a call of it (training thread)."""
+        self._num_steps = number
 
     def sentence(self) -> str:
         """Returns what was seen, as a sentence; ``""`` where nothing was."""

@@ -257,16 +257,21 @@ class RootProbe:
         if self._has_begun and not self._is_finished:
             self._attempts.close()
 
-    def step_entered(self, global_step: int | None, micro_batches: int | None) -> bool:
+    def step_entered(self, block: object, global_step: int | None, micro_batches: int | None) -> bool:
         """Takes that the program begins an attempt; it never raises (training thread, hot path).
+
+        Args:
+            block: Will tell its end; held weakly.
+            global_step: The caller's number.
+            micro_batches: The caller's number.
 
         Returns:
             Whether its end is to be told, by `step_left`.
         """
         try:
-            return (
-                self._is_armed and self._begin() and self._attempts.step_entered(global_step, micro_batches)
-            )
+            if not self._is_armed or not self._begin():
+                return False
+            return self._attempts.step_entered(block, global_step, micro_batches)
         except Exception as error:  # noqa: BLE001 - nothing may reach the training loop
             self.faults.report("step", "", error)
             return False

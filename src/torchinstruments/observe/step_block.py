@@ -26,7 +26,7 @@ class StepBlock:
         micro_batches: The caller's number.
     """
 
-    __slots__ = ("_entered", "_global_step", "_micro_batches", "_probe")
+    __slots__ = ("__weakref__", "_entered", "_global_step", "_micro_batches", "_probe")
 
     def __init__(
         self, probe: RootProbe | None, global_step: int | None = None, micro_batches: int | None = None
@@ -40,7 +40,7 @@ class StepBlock:
     def __enter__(self) -> None:
         """Opens the attempt (training thread, hot path)."""
         if self._probe is not None:
-            self._entered.append(self._probe.step_entered(self._global_step, self._micro_batches))
+            self._entered.append(self._probe.step_entered(self, self._global_step, self._micro_batches))
 
     def __exit__(
         self,

@@ -9,9 +9,12 @@ A step that runs a closure is met before its forwards. Where its optimizer has s
 already, the closure's first grad-enabled forward opens the next window and the running step moves into it;
 otherwise the step belongs to the open window, as one optimizer of several.
 
-A window that was stepped waits for its next window to be told, through evaluations of minutes. So it is told
-earlier where an evaluation forward begins long after its last step: as it is then, while it stays open for
-positions.
+A window that was stepped waits for its next window to be told, through evaluations and checkpoints of
+minutes. So it is told earlier: where an evaluation forward begins long after its last step, or by the writer
+thread, which asks now and then for what is overdue. It is told as it is then, while it stays open for
+positions and for further steps. Of a window that may still get micro-batches (a block of the program's, a
+step with a closure) or time (a backward in which optimizers step) nothing is overdue before it was quiet for
+as long.
 
 A program may say itself where a window begins and ends; then nothing else opens or closes one in between.
 Beyond such a boundary no window is open until the next grad-enabled forward or the next boundary.
@@ -26,7 +29,7 @@ from dataclasses import dataclass
 
 from torchinstruments.ranks.phases import PhaseTimer
 from torchinstruments.ranks.stepping import OptimizerOrdinals, RunningStep
-from torchinstruments.ranks.window import DeviceClock, Prepared, Span, Step, Window
+from torchinstruments.ranks.window import DeviceClock, Judgement, Prepared, Span, Step, Window
 from torchinstruments.records import (
     Amendment,
     ClosedAttempt,
@@ -37,13 +40,13 @@ from torchinstruments.records import (
     StepProvenance,
 )
 
-__all__ = ["MAX_STEPS_IN_WINDOW", "TOLD_AFTER_S", "Started", "StepClock"]
+__all__ = ["MAX_STEPS_IN_WINDOW", "TOLD_AFTER_S", "Boundary", "Started", "StepClock"]
 
 MAX_STEPS_IN_WINDOW = 16_384
 """Steps that one window keeps; only a program that bypasses the attached model's hooks comes near it."""
 
 TOLD_AFTER_S = 20.0
-"""An evaluation forward so many seconds after a window's last step has the window told, open as it is."""
+"""So many seconds after a window's last step it is told, open as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +62,28 @@ class Started:
     closed: tuple[ClosedAttempt, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What is known of an attempt whose begin the program told.
+
+    Attributes:
+        attempt: Its number.
+        global_step: The caller's number.
+        micro_batches_declared: The caller's number.
+        micro_batches: Those seen so far.
+    """
+
+    attempt: int
+    global_step: int | None
+    micro_batches_declared: int | None
+    micro_batches: int
+
+
 class StepClock:
     """Turns the events of one process's training loop into positions and attempt records.
 
-    Not thread-safe by itself: its events come from the training thread, or from an autograd thread while
-    the training thread waits for it. Any order of them is taken without an exception.
+    Not thread-safe by itself, `overdue` excepted: its events come from the training thread, or from an
+    autograd thread while the training thread waits for it. Any order of them is taken without an exception.
     """
 
     def __init__(
@@ -79,8 +99,7 @@ class StepClock:
             declared_optimizer: Whether the caller named an optimizer, so that attempts are known to be
                 counted before the first step.
             device: Measures the phases again, where the moments of the events carry a device's marks.
-            told_after_s: Seconds after its last step that a window waits for an end before an evaluation has
-                it told.
+            told_after_s: Seconds after its last step that a window waits for an end before it is told.
         """
         self._told_after_s = told_after_s
         self._is_declared = declared_optimizer
@@ -100,6 +119,8 @@ class StepClock:
         """Steps beyond `MAX_STEPS_IN_WINDOW` in one window, which have no record."""
         self.num_steps_between_boundaries = 0
         """Steps after a boundary while no window was open, which belong to no attempt and have no record."""
+        self.num_steps_without_forward = 0
+        """Further steps of an optimizer in windows that are over and no block: no forward came in between."""
 
     @property
     def num_forwards(self) -> int:
@@ -137,6 +158,16 @@ class StepClock:
     def global_step(self) -> int | None:
         """The caller's number of the open attempt."""
         return None if self._window is None else self._window.global_step
+
+    @property
+    def boundary(self) -> Boundary | None:
+        """What is known of the attempt whose begin the program told; None where none is open."""
+        window = self._window
+        if window is None or not window.explicit:
+            return None
+        return Boundary(
+            window.attempt, window.global_step, window.micro_batches_declared, window.micro_batches
+        )
 
     @property
     def step_provenance(self) -> StepProvenance:
@@ -184,11 +215,14 @@ class StepClock:
             micro_batches_declared: The caller's number.
 
         Returns:
-            The records of the window that it closed; None inside another boundary, which goes on.
+            The records of the window that it closed; None inside another boundary, which goes on, and inside
+            a step, whose attempt could not end with it.
         """
         if self._in_boundary:
             return None
         self._drop_aborted_step(now_s)
+        if self._running is not None:
+            return None
         self._timer.settle_backward(now_s, self._window, self._running)
         closed = self._close_window()
         window = self._open_window(now_s, now_us)
@@ -329,9 +363,9 @@ class StepClock:
         running, self._running = self._running, None
         if running is not None:
             # How far it came before it raised is not known, nor when.
-            step = self._add_step(running.key, now_s, Outcome.UNKNOWN, Evidence.NONE)
-            if step is not None:
-                step.aborted = True
+            step = self._new_step(running.key, now_s, Judgement(Outcome.UNKNOWN, Evidence.NONE))
+            step.aborted = True
+            self._add_step(step)
 
     def step_ended(
         self,
@@ -360,14 +394,12 @@ class StepClock:
             return
         self._running = None
         self._timer.step_ended(in_backward=running.in_backward)
-        step = self._add_step(optimizer_key, now_s, outcome, evidence)
-        if step is not None:
-            step.lr = lr
-            if running.verdict is not None:
-                step.outcome, step.evidence, step.found_inf, step.amendment = running.verdict
-            step.optimizer_s = max(0.0, now_s - running.started_s - running.inner.seconds)
-            if running.inner.spans is not None:
-                step.span, step.inside = (running.started_s, now_s), running.inner.spans
+        step = self._new_step(optimizer_key, now_s, running.judgement or Judgement(outcome, evidence))
+        step.lr = lr
+        step.optimizer_s = max(0.0, now_s - running.started_s - running.inner.seconds)
+        if running.inner.spans is not None:
+            step.span, step.inside = (running.started_s, now_s), running.inner.spans
+        self._add_step(step)
 
     def step_skipped(
         self,
@@ -393,13 +425,14 @@ class StepClock:
         """
         self._optimizer_known = True
         self._drop_aborted_step(now_s)
+        judgement = Judgement(outcome, evidence, found_inf, amendment)
         if self._running is not None:
-            self._running.take(outcome, evidence, found_inf, amendment)
+            self._running.take(judgement)
             return
         self._timer.settle_backward(now_s, self._window, self._running)
-        step = self._add_step(optimizer_key, now_s, outcome, evidence)
-        if step is not None:
-            step.lr, step.found_inf, step.amendment = lr, found_inf, amendment
+        step = self._new_step(optimizer_key, now_s, judgement)
+        step.lr = lr
+        self._add_step(step)
 
     def step_prepared(self, optimizer_key: int, *, lr: float | None, amendment: Amendment) -> Prepared:
         """Takes that a scaler has unscaled an optimizer's gradients (training thread, hot path).
@@ -460,13 +493,13 @@ class StepClock:
             found_inf: What the scaler found, where it is known on the host.
             amendment: Brings what only the device knows of it.
         """
+        judgement = Judgement(outcome, evidence, found_inf, amendment)
         if self._running is not None:
-            self._running.take(outcome, evidence, found_inf, amendment)
+            self._running.take(judgement)
             return
         step = self._last_step(optimizer_key)
         if step is not None:
-            step.outcome, step.evidence, step.found_inf, step.aborted = outcome, evidence, found_inf, False
-            step.amendment = amendment
+            step.judgement, step.aborted = judgement, False
 
     def optimizer_gone(self, optimizer_key: int) -> None:
         """Forgets an optimizer that no longer lives; a new one under this key gets a new ordinal.
@@ -475,6 +508,29 @@ class StepClock:
             optimizer_key: As given to `step_started`.
         """
         self._ordinals.forget(optimizer_key)
+
+    def overdue(self, now_s: float) -> tuple[ClosedAttempt, ...]:
+        """Returns the records of the open window's steps that have waited long enough (writer thread).
+
+        The training thread may feed the clock meanwhile. It neither waits for this nor does anything for it:
+        each step is told once, by whichever of the two claims it first.
+
+        Args:
+            now_s: Monotonic seconds of the host.
+        """
+        window, timer = self._window, self._timer
+        if window is None or not window.steps:
+            return ()
+        until_s, last_event_s = now_s - self._told_after_s, timer.last_event_s
+        if window.explicit or self._running is not None or timer.is_in_backward:
+            declared = window.micro_batches_declared
+            awaits_more = declared is not None and window.micro_batches < declared
+            # The gap before a block in which nothing but a skip was seen is not known yet.
+            awaits_more |= not window.has_begun
+            if awaits_more or timer.is_busy or last_event_s > until_s:
+                return ()
+        # A record is made of what several events wrote: none may have come in between.
+        return window.take_overdue(self._device, until_s, lambda: timer.last_event_s == last_event_s)
 
     def close(self, now_s: float) -> tuple[ClosedAttempt, ...]:
         """Closes the open window (training thread, or the main thread while the interpreter exits).
@@ -503,9 +559,10 @@ class StepClock:
 
         In a block micro-batches may follow a step, and its end is told by the program.
         """
-        if self._running is not None or window.explicit or window.num_told == len(window.steps):
+        if self._running is not None or window.explicit or not window.steps:
             return False
-        return window.stepped_s is not None and now_s - window.stepped_s > self._told_after_s
+        last = window.steps[-1]
+        return not last.is_told and now_s - last.ended_s > self._told_after_s
 
     def _open_window(self, now_s: float, now_us: int) -> Window:
         window = Window(
@@ -539,38 +596,37 @@ class StepClock:
             if not prepared.is_over and len(window.steps) < MAX_STEPS_IN_WINDOW:
                 prepared.is_over = True
                 self._optimizer_known = True
-                step = Step(
-                    prepared.key,
-                    *self._ordinals.next_attempt(prepared.key),
-                    Outcome.ABANDONED,
-                    Evidence.NONE,
-                )
-                step.lr, step.amendment = prepared.lr, prepared.amendment
+                judgement = Judgement(Outcome.ABANDONED, Evidence.NONE, None, prepared.amendment)
+                step = Step(prepared.key, *self._ordinals.next_attempt(prepared.key), judgement)
+                step.lr = prepared.lr
                 window.steps.append(step)
         if window.steps:
+            if len(window.steps) > 1 and not window.explicit:
+                self.num_steps_without_forward += len(window.steps) - len({one.key for one in window.steps})
             return window.take_records(self._device)
         outcome, evidence = Outcome.UNKNOWN, Evidence.NONE
         if self._optimizer_known or failed:
             outcome = Outcome.ABANDONED
             evidence = Evidence.EXPLICIT if window.explicit else Evidence.NONE
-        window.steps.append(Step(-1, -1, 0, outcome, evidence))
+        window.steps.append(Step(-1, -1, 0, Judgement(outcome, evidence)))
         return window.take_records(self._device)
 
-    def _add_step(self, key: int, now_s: float, outcome: Outcome, evidence: Evidence) -> Step | None:
-        """Puts a step into the open window; returns it, or None where it has no record."""
+    def _new_step(self, key: int, now_s: float, judgement: Judgement) -> Step:
+        """Returns a step that is over; the window has it once all is known that is known now."""
+        return Step(key, -1, -1, judgement, ended_s=now_s)
+
+    def _add_step(self, step: Step) -> None:
+        """Puts a step into the open window, where there is one and it has room."""
         window = self._window
-        self._timer.stepped(now_s, window)
+        self._timer.stepped(step.ended_s, window)
         if window is None:
             self.num_steps_between_boundaries += self._next_attempt > 0
-            return None
-        ordinal, attempt = self._ordinals.next_attempt(key)
+            return
+        step.optimizer, step.optimizer_attempt = self._ordinals.next_attempt(step.key)
         if len(window.steps) >= MAX_STEPS_IN_WINDOW:
             self.num_dropped_steps += 1
-            return None
-        step = Step(key, ordinal, attempt, outcome, evidence)
-        window.steps.append(step)
-        window.stepped_s = now_s
-        return step
+        else:
+            window.steps.append(step)
 
     def _last_step(self, key: int) -> Step | None:
         window = self._window
@@ -584,4 +640,4 @@ class StepClock:
         """A step that seemed to have raised ends after all: it ran in a thread of its own."""
         step = self._last_step(key)
         if step is not None and step.aborted:
-            step.lr, step.outcome, step.evidence, step.aborted = lr, outcome, evidence, False
+            step.lr, step.judgement, step.aborted = lr, Judgement(outcome, evidence), False

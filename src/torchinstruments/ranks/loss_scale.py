@@ -370,9 +370,10 @@ class ScalerWatch:
         after = self._keep_scale(scaler)
         is_alone = not ledger.has_others and len({one.optimizer for one in ledger.open}) == 1
         for one in ledger.open:
-            one.attempt.scale_after = after
+            # The scale comes last: the writer thread, if it looks now, must not take it for a backoff.
             one.attempt.is_scale_set = is_scale_set
             one.attempt.is_alone = is_alone
+            one.attempt.scale_after = after
         self._end(ledger)
 
     def report(self, error: BaseException) -> None:

@@ -32,6 +32,21 @@ class PhaseTimer:
         self._last_event_s = 0.0
         self._last_end_s: float | None = None
 
+    @property
+    def last_event_s(self) -> float:
+        """The moment of the last event (any thread)."""
+        return self._last_event_s
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a forward, or the backward after it, seems to run (any thread)."""
+        return self._forward_began_s is not None or self._waits_for_backward_since_s is not None
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether the last step was inside a backward, which seems to go on (any thread)."""
+        return self._stepped_in_backward
+
     def phase(self) -> Phase:
         """Returns a phase of which nothing has passed (training thread, hot path)."""
         return Phase(spans=[]) if self._keeps_spans else Phase()

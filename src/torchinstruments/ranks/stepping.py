@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from torchinstruments.ranks.window import Phase
-from torchinstruments.records import Amendment, Evidence, Outcome
+from torchinstruments.ranks.window import Judgement, Phase
+from torchinstruments.records import Evidence, Outcome
 
 __all__ = ["OptimizerOrdinals", "RunningStep"]
 
@@ -18,7 +18,7 @@ class RunningStep:
         in_backward: Whether a backward runs around it.
         inner: What runs inside it and is none of its time.
         nested: Keys of the steps inside it, the innermost last.
-        verdict: Outcome, evidence, findings and amendment that a scaler gave of a step inside it.
+        judgement: What a scaler said of a step inside it.
     """
 
     key: int
@@ -26,7 +26,7 @@ class RunningStep:
     in_backward: bool
     inner: Phase
     nested: list[int] = field(default_factory=list)
-    verdict: tuple[Outcome, Evidence, float | None, Amendment | None] | None = None
+    judgement: Judgement | None = None
 
     def knows(self, key: int) -> bool:
         """Returns whether it, or a step inside it, is one of this optimizer (hot path)."""
@@ -40,13 +40,10 @@ class RunningStep:
         del self.nested[len(self.nested) - 1 - self.nested[::-1].index(key) :]
         return True
 
-    def take(
-        self, outcome: Outcome, evidence: Evidence, found_inf: float | None, amendment: Amendment | None
-    ) -> None:
+    def take(self, judgement: Judgement) -> None:
         """Takes what became of a step inside it; of several none speaks for all of it (hot path)."""
-        is_first = self.verdict is None
-        unknown = (Outcome.UNKNOWN, Evidence.NONE, None, None)
-        self.verdict = (outcome, evidence, found_inf, amendment) if is_first else unknown
+        is_first = self.judgement is None
+        self.judgement = judgement if is_first else Judgement(Outcome.UNKNOWN, Evidence.NONE)
 
 
 class OptimizerOrdinals:

@@ -5,9 +5,9 @@ mark of the device (`ranks.device_times`); nothing here knows that, but a window
 which its phases ran, so that they are measured again by the device's own clock.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from torchinstruments.records import (
     Amendment,
@@ -20,7 +20,7 @@ from torchinstruments.records import (
     StepProvenance,
 )
 
-__all__ = ["MAX_SPANS", "DeviceClock", "Phase", "Prepared", "Span", "Spans", "Step", "Window"]
+__all__ = ["MAX_SPANS", "DeviceClock", "Judgement", "Phase", "Prepared", "Span", "Spans", "Step", "Window"]
 
 MAX_SPANS = 4_096
 """Spans whose moments a window keeps; one with more has the host's times."""
@@ -76,21 +76,35 @@ class DeviceClock(Protocol):
         ...
 
 
-@dataclass(slots=True)
+class Judgement(NamedTuple):
+    """What became of a step. It is replaced as a whole, since another thread may read it.
+
+    Attributes:
+        outcome: As in `AttemptRecord`.
+        evidence: As in `AttemptRecord`.
+        found_inf: What the scaler found, where it is known on the host.
+        amendment: Brings what only the device knows of it.
+    """
+
+    outcome: Outcome
+    evidence: Evidence
+    found_inf: float | None = None
+    amendment: Amendment | None = None
+
+
+@dataclass(slots=True, eq=False)
 class Step:
-    """One step of one optimizer in a window, not yet told.
+    """One step of one optimizer in a window. It is told once, by whichever thread claims it first.
 
     Attributes:
         key: Names the optimizer.
         optimizer: Ordinal of the optimizer.
         optimizer_attempt: Ordinal of this try among those of the optimizer.
-        outcome: What became of it.
-        evidence: What that rests on.
-        time: What the step itself took.
+        judgement: What became of it, as far as it is known.
+        ended_s: When it was over.
+        optimizer_s: What the step itself took.
         lr: Learning rate of the first group, where it is known.
-        found_inf: What the scaler found, where it is known.
         aborted: Whether it seems to have been left by an exception.
-        amendment: Brings what only the device knows of it.
         span: From its begin to its end; None where none was seen to run.
         inside: What ran inside it and is none of its time.
     """
@@ -98,15 +112,27 @@ class Step:
     key: int
     optimizer: int
     optimizer_attempt: int
-    outcome: Outcome
-    evidence: Evidence
+    judgement: Judgement
+    ended_s: float = 0.0
     optimizer_s: float = 0.0
     lr: float | None = None
-    found_inf: float | None = None
     aborted: bool = False
-    amendment: Amendment | None = None
     span: Span | None = None
     inside: Sequence[Span] = ()
+    _claims: list[None] = field(default_factory=lambda: [None])
+
+    @property
+    def is_told(self) -> bool:
+        """Whether its record was taken (any thread)."""
+        return not self._claims
+
+    def claim(self) -> bool:
+        """Returns True to one caller, who tells it, and False to all others; no lock is held (any thread)."""
+        try:
+            self._claims.pop()
+        except IndexError:
+            return False
+        return True
 
 
 @dataclass(slots=True, eq=False)
@@ -146,8 +172,6 @@ class Window:
         forward: Time in root forwards.
         backward: Time in backwards.
         steps: Its steps, in the order of their ends.
-        num_told: Steps of which the records were taken.
-        stepped_s: When its last step was over; None before the first.
         prepared: Steps that are awaited.
         end_s: When its last step, or what came after it, was over; None before the first step.
     """
@@ -168,8 +192,6 @@ class Window:
     forward: Phase = field(default_factory=Phase)
     backward: Phase = field(default_factory=Phase)
     steps: list[Step] = field(default_factory=list)
-    num_told: int = 0
-    stepped_s: float | None = None
     prepared: list[Prepared] = field(default_factory=list)
     end_s: float | None = None
 
@@ -210,9 +232,35 @@ class Window:
         Args:
             device: Measures its times again.
         """
-        steps = self.steps[self.num_told :]
-        self.num_told = len(self.steps)
-        amendments = [() if step.amendment is None else (step.amendment,) for step in steps]
+        return self._told([step for step in self.steps if step.claim()], device)
+
+    def take_overdue(
+        self, device: DeviceClock | None, until_s: float, is_unchanged: Callable[[], bool]
+    ) -> tuple[ClosedAttempt, ...]:
+        """Returns the records of its steps that were over at a moment and are not told yet (writer thread).
+
+        The training thread may go on meanwhile. What it would tell at that moment is told by one of the two.
+
+        Args:
+            device: Measures its times again.
+            until_s: The moment.
+            is_unchanged: Asked when the records are made: where it denies, none is taken.
+        """
+        waiting: list[Step] = []
+        for step in reversed(self.steps):
+            if step.is_told:
+                break
+            if step.ended_s <= until_s:
+                waiting.append(step)
+        waiting.reverse()
+        records = self._told(waiting, device)
+        if not waiting or not is_unchanged():
+            return ()
+        return tuple([told for step, told in zip(waiting, records, strict=True) if step.claim()])
+
+    def _told(self, steps: Sequence[Step], device: DeviceClock | None) -> tuple[ClosedAttempt, ...]:
+        judgements = [step.judgement for step in steps]
+        amendments = [() if one.amendment is None else (one.amendment,) for one in judgements]
         if device is not None:
             # A window that is told before it is over adds to its own.
             forward, backward = tuple(self.forward.spans or ()), tuple(self.backward.spans or ())
@@ -220,11 +268,10 @@ class Window:
                 [Spans(self.gap, forward, backward, step.span, step.inside) for step in steps]
             )
             amendments = [(time, *more) for time, more in zip(times, amendments, strict=True)]
-        return tuple(
-            [ClosedAttempt(self._record(step), more) for step, more in zip(steps, amendments, strict=True)]
-        )
+        every = zip(steps, judgements, amendments, strict=True)
+        return tuple([ClosedAttempt(self._record(step, one), more) for step, one, more in every])
 
-    def _record(self, step: Step) -> AttemptRecord:
+    def _record(self, step: Step, judgement: Judgement) -> AttemptRecord:
         gap = self.gap
         return AttemptRecord(
             attempt=self.attempt,
@@ -235,8 +282,8 @@ class Window:
             micro_batches=self.micro_batches,
             micro_batches_synced=self.micro_batches_synced,
             last_micro_batch_sync=self.last_sync,
-            outcome=step.outcome,
-            evidence=step.evidence,
+            outcome=judgement.outcome,
+            evidence=judgement.evidence,
             started_at_us=self.started_at_us,
             gap_s=0.0 if gap is None else max(0.0, gap[1] - gap[0]),
             forward_s=self.forward.seconds,
@@ -244,6 +291,6 @@ class Window:
             optimizer_s=step.optimizer_s,
             global_step=self.global_step,
             micro_batches_declared=self.micro_batches_declared,
-            found_inf=step.found_inf,
+            found_inf=judgement.found_inf,
             lr=step.lr,
         )

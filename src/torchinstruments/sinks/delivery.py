@@ -1,11 +1,13 @@
 """The writer thread: what was observed goes to the sinks in order, and nothing comes back into training.
 
 One daemon thread a process. It sleeps about a second at a time and works in batches, since a thread that is
-busy beside training slows every step. Until `Delivery.start` says which run this is, things only queue. Sinks
-are isolated: what one raises, an end of the program or a cancelled task too, is counted, told to the sinks
-that keep errors and to the owner, and goes no further. So is what the program brings about elsewhere in this
-thread: it costs one item. Should the thread end all the same, what it leaves undone is counted as dropped and
-told.
+busy beside training slows every step. Until `Delivery.start` says which run this is, things only queue.
+Attempts that wait long for their end, as while a checkpoint is saved, are fetched from whoever counts them.
+
+Sinks are isolated: what one raises, an end of the program or a cancelled task too, is counted, told to the
+sinks that keep errors and to the owner, and goes no further. So is what the program brings about elsewhere in
+this thread: it costs one item. Should the thread end all the same, what it leaves undone is counted as
+dropped and told.
 
 A forked child has no writer thread; its copy takes nothing and does nothing. When the main thread has ended,
 whatever is still open is flushed for a few seconds; it is closed and its manifest marked then, or once the
@@ -63,6 +65,7 @@ _MAX_HELD = 4_096
 _MAX_MESSAGE_CHARACTERS = 500
 
 ErrorCallback = Callable[[str, BaseException], None]
+Overdue = Callable[[float], Sequence[ClosedAttempt]]
 
 
 @dataclass(slots=True)
@@ -125,7 +128,16 @@ class Delivery:
         self._yield = Yield()
         self._patience_s = patience_s
         self._held: deque[tuple[Attempts, float]] = deque()
+        self._overdue: Overdue | None = None
         _LIVE.add(self)
+
+    def fetch_with(self, overdue: "Overdue") -> None:
+        """Takes what returns the attempts that have waited long for their end (training thread, at attach).
+
+        Args:
+            overdue: Called about once a second with the seconds of `time.perf_counter` (writer thread).
+        """
+        self._overdue = overdue
 
     def put_sample(self, sample: DeferredSample) -> None:
         """Takes one delivery of a sample (training thread, hot path)."""
@@ -313,6 +325,7 @@ class Delivery:
                 self._writer_s = time.thread_time()
         except BaseException as error:  # noqa: BLE001 - what was left here has to be counted
             self._die(error)
+        self._overdue = None
         self._writer_s = time.thread_time()
 
     def _serve_safely(self, request: "_Flush | _Close | None") -> bool:
@@ -328,6 +341,7 @@ class Delivery:
     def _serve(self, request: "_Flush | _Close | None") -> bool:
         """Does one round; returns whether it was the last one."""
         self._hand_over()
+        self._fetch_overdue()
         self._hand_over_held(everything=request is not None)
         if isinstance(request, _Close):
             self._everything_arrived = self._finish(request)
@@ -427,6 +441,21 @@ class Delivery:
             self._keep(item)
         else:
             self._hand_over_sample(item)
+
+    def _fetch_overdue(self) -> None:
+        """Fetches attempts that wait for their end, behind those that ended; they have waited enough."""
+        if self._overdue is None:
+            return
+        try:
+            records = self._overdue(time.perf_counter())
+        except Exception as error:  # noqa: BLE001 - what was put goes on its way
+            self._overdue = None
+            self._fail("optimizer", "", error)
+            return
+        if records:
+            item = Attempts(tuple(records))
+            _are_complete(item)
+            self._held.append((item, time.monotonic()))
 
     def _hand_over_held(self, *, everything: bool) -> None:
         """Hands over the attempts that are complete, or waited for long enough, in their order."""

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Generator
@@ -137,11 +138,11 @@ class Marked:
         self.model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
         self.session = session
-        clock = StepClock()
-        watch = OptimizerWatch(clock, weakref.ref(self.model))
+        self.clock = StepClock()
+        watch = OptimizerWatch(self.clock, weakref.ref(self.model))
         self.observer: Observer = InertObserver()
         if observed:
-            self.observer = observe(self.model, session, policy=policy, clock=clock, companions=(watch,))
+            self.observer = observe(self.model, session, policy=policy, clock=self.clock, companions=(watch,))
 
     def micro_step(self, *, step: bool = True) -> None:
         """A forward, a backward, and the optimizer's step."""
@@ -149,6 +150,11 @@ class Marked:
         if step:
             self.optimizer.step()
             self.optimizer.zero_grad()
+
+    def micro_loss(self) -> float:
+        """A closure."""
+        self.micro_step(step=False)
+        return 0.0
 
     def blocks(self, times: int = 1, *, error: BaseException | None = None, **numbers: Any) -> None:
         """Micro-steps in blocks of their own; one that is to raise does so in place of its step."""
@@ -340,6 +346,77 @@ def test_an_attempt_reaches_the_session_where_a_long_evaluation_begins(session: 
     assert (record.attempt, record.outcome, record.last_forward_index) == (0, Outcome.APPLIED, 0)
     places = [one.position for one in session.samples() if one.backward_index is None]
     assert [(one.attempt, one.forward_in_attempt) for one in places] == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_a_block_that_was_told_before_its_end_is_still_held_to_what_it_declared(
+    session: MemorySession,
+) -> None:
+    """Its end brings no further row then, and the notice all the same."""
+    marked = Marked(session)
+    block = marked.observer.step(global_step=3, micro_batches=1)
+    block.__enter__()
+    marked.micro_step(step=False)
+    marked.micro_step()
+    told = marked.clock.overdue(time.perf_counter() + 100.0)
+    with pytest.warns(RuntimeWarning, match=r"declared micro_batches=1 and ran 2 with gradients"):
+        block.__exit__(None, None, None)
+    assert [(one.record.global_step, one.record.micro_batches) for one in told] == [(3, 2)]
+    assert session.attempts == []
+
+
+def test_steps_without_a_forward_are_counted_though_some_were_told_before(session: MemorySession) -> None:
+    """What is told of them rests on the window, not on the rows that leave at its end."""
+    marked = Marked(session)
+    marked.micro_step()
+    assert len(marked.clock.overdue(time.perf_counter() + 100.0)) == 1
+    marked.optimizer.step()
+    with pytest.warns(RuntimeWarning, match="1 step of its optimizers came without a call of it"):
+        marked.observer.close()
+    assert [(one.optimizer, one.optimizer_attempt) for one in session.attempts] == [(0, 1)]
+
+
+def test_a_block_inside_a_step_is_ignored_and_told_once(session: MemorySession) -> None:
+    """The attempt is that of the step, which was applied; around the step it has the caller's number."""
+    marked = Marked(session)
+
+    def closure() -> float:
+        with marked.observer.step(7):
+            return marked.micro_loss()
+
+    with pytest.warns(RuntimeWarning, match=r"inside optimizer.step\(closure\).* put it around the step"):
+        marked.optimizer.step(closure)
+    marked.optimizer.step(closure)
+    assert len(marked.notices()) == 1
+    with marked.observer.step(9):
+        marked.optimizer.step(marked.micro_loss)
+    marked.observer.close()
+    told = [(one.attempt, one.optimizer, one.micro_batches, one.global_step) for one in session.attempts]
+    assert told == [(0, 0, 1, None), (1, 0, 1, None), (2, 0, 1, 9)]
+    assert {one.outcome for one in session.attempts} == {Outcome.APPLIED}
+
+
+def test_a_block_that_is_gone_without_its_end_ends_where_the_next_one_begins(session: MemorySession) -> None:
+    """However it was entered by hand; one that somebody still holds goes on."""
+    marked = Marked(session)
+    held = marked.observer.step(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in (1, 2):
+            held.__enter__()
+            marked.micro_step()
+            held = marked.observer.step(number)
+        marked.observer.step(3).__enter__()
+        marked.micro_step()
+        with marked.observer.step(4):
+            marked.observer.step(5).__enter__()
+            marked.micro_step()
+        marked.micro_step()
+        marked.observer.close()
+    assert len(caught) == len(marked.notices()) == 2
+    assert "entered and never left; it ended where the next one began" in marked.notices()[0]
+    assert "inside another one" in marked.notices()[1]
+    told = [(one.attempt, one.global_step, one.outcome) for one in session.attempts]
+    assert told == [(at, number, Outcome.APPLIED) for at, number in enumerate((0, 1, 3, 4, None))]
 
 
 class Odd(int):

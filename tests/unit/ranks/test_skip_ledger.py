@@ -3,7 +3,7 @@
 import copy
 import pickle
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from typing_extensions import override
 
+from torchinstruments.ranks import loss_scale
+from torchinstruments.ranks.scaled_attempt import ScaledAttempt, judge
 from torchinstruments.records import Evidence, Outcome, ScaleProvenance
 from unit.ranks.scaled_training import ScaledTraining, grad_scaler, overflows
 
@@ -877,3 +879,35 @@ def test_a_sharded_scaler_has_a_ledger_though_it_overrides_all_but_step(rank_of_
             training.step(scaler, optimizer, overflow=overflow)
         records = training.judged()
     assert [(r.found_inf, r.scale_after) for r in records] == [(0, 1024), (1, 512), (0, 512)]
+
+
+class _Looked(ScaledAttempt):
+    """Is looked at by the writer thread whenever anything of it changes."""
+
+    seen: ClassVar[list[tuple[Outcome, float | None]]] = []
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if getattr(self, "is_stepped", False):
+            tickets = (self.scale_before, self.scale_after)
+            before, after = (None if ticket is None else ticket.read() for ticket in tickets)
+            self.seen.append((judge(self, None, before, after).outcome, after))
+
+
+def test_a_scale_that_the_program_sets_is_no_skip_at_any_moment_at_which_the_writer_thread_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of an optimizer whose findings are out of reach, which a lower scale would tell of otherwise."""
+    monkeypatch.setattr(loss_scale, "ScaledAttempt", _Looked)
+    monkeypatch.setattr(loss_scale.ScalerWatch, "_keep_findings", lambda *_: None)
+    with ScaledTraining() as training:
+        optimizer, scaler = _optimizer("fused sgd", training.model["a"].parameters()), grad_scaler()
+        optimizer.zero_grad()
+        training.backward(scaler)
+        scaler.step(optimizer)
+        scaler.update(512.0)
+        (record,) = training.records()
+    assert (record.outcome, record.scale_before, record.scale_after) == (Outcome.UNKNOWN, 1024.0, 512.0)
+    assert (Outcome.UNKNOWN, 512.0) in _Looked.seen
+    assert {outcome for outcome, _ in _Looked.seen} == {Outcome.UNKNOWN}

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
-from torchinstruments.ranks.window import MAX_SPANS, Phase, Spans, Step, Window
+from torchinstruments.ranks.window import MAX_SPANS, Judgement, Phase, Spans, Step, Window
 from torchinstruments.records import Amendment, AttemptRecord, Evidence, GradSync, Outcome, StepProvenance
+
+APPLIED = Judgement(Outcome.APPLIED, Evidence.OPTIMIZER_HOOK)
 
 
 def test_a_phase_adds_up_and_keeps_a_bounded_number_of_moments():
@@ -32,14 +34,14 @@ def test_a_window_has_a_record_a_step_once():
     window = Window(4, 7, 99, (1.0, 3.5))
     window.place(7, grad_enabled=False, provenance=StepProvenance.INFERRED)
     assert window.take_records(None) == ()
-    window.steps += [Step(5, n, 0, Outcome.APPLIED, Evidence.OPTIMIZER_HOOK) for n in range(2)]
+    window.steps += [Step(5, n, 0, APPLIED) for n in range(2)]
     records = [attempt.record for attempt in window.take_records(None)]
     assert [(r.attempt, r.optimizer, r.gap_s, r.last_forward_index) for r in records] == [
         (4, 0, 2.5, 7),
         (4, 1, 2.5, 7),
     ]
     window.place(8, grad_enabled=False, provenance=StepProvenance.INFERRED)
-    window.steps.append(Step(5, 0, 1, Outcome.APPLIED, Evidence.OPTIMIZER_HOOK))
+    window.steps.append(Step(5, 0, 1, APPLIED))
     (later,) = [attempt.record for attempt in window.take_records(None)]
     assert (later.optimizer_attempt, later.last_forward_index) == (1, 8)
     assert window.take_records(None) == ()
@@ -71,7 +73,7 @@ def test_what_a_device_is_to_measure_does_not_grow_with_a_window_that_goes_on():
     window = Window(0, 0, 0, None, forward=Phase(spans=[]), backward=Phase(spans=[]))
     window.forward.add(1.0, 2.0)
     window.backward.add(2.0, 3.0)
-    window.steps.append(Step(0, 0, 0, Outcome.APPLIED, Evidence.OPTIMIZER_HOOK))
+    window.steps.append(Step(0, 0, 0, APPLIED))
     device = _KeepsSpans()
     window.take_records(device)
     window.forward.add(30.0, 31.0)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -242,6 +243,46 @@ def test_an_attempt_that_never_becomes_complete_is_handed_over_after_its_patienc
     assert sink.came.wait(WAIT_S)
     assert sink.scales == [(0, None)]
     assert delivery.close(WAIT_S)
+
+
+def test_attempts_that_wait_for_their_end_are_fetched_behind_those_that_ended() -> None:
+    """In the writer thread, and for an update they have waited long enough."""
+    sink = AttemptSink()
+    waiting = [[ClosedAttempt(attempt(1), (Late(),))]]
+    threads: set[str] = set()
+
+    def fetch(now_s: float) -> Sequence[ClosedAttempt]:
+        threads.add(threading.current_thread().name)
+        assert now_s <= time.perf_counter()
+        return waiting.pop() if waiting else []
+
+    delivery = Delivery(patience_s=WAIT_S)
+    delivery.fetch_with(fetch)
+    delivery.put_attempts([ClosedAttempt(attempt(0), (Late(complete=True),))])
+    delivery.start(run_record(), [sink])
+    while len(sink.scales) < 2:
+        assert sink.came.wait(WAIT_S)
+        sink.came.clear()
+    assert sink.scales == [(0, 2.0), (1, None)]
+    assert threads == {THREAD_NAME}
+    assert delivery.close(WAIT_S)
+
+
+def test_attempts_that_cannot_be_fetched_are_told_once_and_stop_nothing() -> None:
+    """What was put goes on its way."""
+    sink = KeepingSink()
+
+    def fail(_: float) -> Sequence[ClosedAttempt]:
+        raise RuntimeError("odd")
+
+    delivery = Delivery()
+    delivery.fetch_with(fail)
+    delivery.start(run_record(), [sink])
+    assert delivery.flush(WAIT_S)
+    delivery.put_attempts([ClosedAttempt(attempt(0))])
+    assert delivery.close(WAIT_S)
+    assert ("attempts", (0,)) in sink.seen
+    assert [(one.probe, one.message) for one in sink.errors] == [("optimizer", "odd")]
 
 
 @pytest.mark.parametrize("ends", [Delivery.flush, Delivery.close])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from torchinstruments.statistics import ordered
 from torchinstruments.statistics.ordered import OrderedEntries, count_entries, sort_entries
 from torchinstruments.statistics.scanned import ScannedEntries
 
@@ -79,3 +80,82 @@ def test_runs_are_counted_like_single_entries(entries: torch.Tensor, dtype: torc
     values, counts = torch.unique(tensor[torch.isfinite(tensor)].to(torch.float64), return_counts=True)
     ordered = count_entries(tensor)
     assert (ordered.values.tolist(), ordered.counts.tolist()) == (values.tolist(), counts.tolist())
+
+
+PIECE = ordered._COUNT_PIECE
+
+
+def prevailing(share: float, value: float, num_entries: int) -> torch.Tensor:
+    """Returns small whole numbers, of which about a share, at random places, is one value."""
+    generator = torch.Generator().manual_seed(num_entries)
+    entries = torch.randint(0, 9, (num_entries,), generator=generator).to(torch.float32)
+    return entries.where(torch.rand(num_entries, generator=generator) >= share, value)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.int16, torch.uint8, torch.float8_e5m2], ids=str
+)
+@pytest.mark.parametrize(
+    "entries",
+    [
+        prevailing(0.9, 0.0, 2 * PIECE + 1),
+        prevailing(0.7, 3.0, PIECE + 2),
+        torch.cat((prevailing(0.95, 2.0, PIECE), prevailing(0.0, 0.0, PIECE), torch.full((3,), 4.0))),
+        prevailing(0.8, math.nan, PIECE + 5),
+        prevailing(0.8, 0.0, 4),
+    ],
+    ids=["zero", "three", "prevailing, then not", "nan", "few"],
+)
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("narrow", [True, False], ids=["narrow", "wide"])
+def test_a_prevailing_value_is_counted_like_others(
+    entries: torch.Tensor,
+    dtype: torch.dtype,
+    first: int,
+    step: int,
+    narrow: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each value is counted as often as it occurs, wherever pairs lie, in tables of 32 and of 64 bits."""
+    if not narrow:
+        monkeypatch.setattr(ordered, "_MAX_NARROW_COUNT", 0)
+    tensor = entries.to(dtype) if dtype.is_floating_point else torch.nan_to_num(entries, 1.0).to(dtype)
+    tensor = tensor[first::step]
+    wide = tensor.to(torch.float64)
+    values, counts = torch.unique(wide[torch.isfinite(wide)], return_counts=True)
+    found = count_entries(tensor)
+    assert (found.values.tolist(), found.counts.tolist()) == (values.tolist(), counts.tolist())
+    assert found.counts.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("share", "value", "most"), [(0.9, 0.0, 0.25), (0.7, 5.0, 0.6), (1.0, 1.0, 0.01), (0.3, 0.0, 1.0)]
+)
+def test_few_of_the_pairs_of_a_prevailing_value_are_counted_singly(
+    share: float, value: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries that repeat one counted just now wait for it, so that only the other pairs go one by one."""
+    counted: list[int] = []
+    add_counts = ordered._add_counts
+
+    def watched(by_code: np.ndarray, codes: np.ndarray, counts: np.ndarray) -> None:
+        counted.append(codes.size)
+        add_counts(by_code, codes, counts)
+
+    monkeypatch.setattr(ordered, "_add_counts", watched)
+    num_entries = 2 * PIECE
+    count_entries(prevailing(share, value, num_entries).to(torch.bfloat16))
+    assert sum(counted) <= most * num_entries
+    assert share >= 0.5 or sum(counted) == num_entries
+
+
+def test_counting_works_where_torch_has_to_be_deterministic() -> None:
+    """A program that refuses operations without a fixed order still has its entries counted."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        found = count_entries(torch.tensor([1.0, 0.0, 1.0], dtype=torch.bfloat16))
+    finally:
+        torch.use_deterministic_algorithms(mode=before)
+    assert (found.values.tolist(), found.counts.tolist()) == ([0.0, 1.0], [1, 2])
