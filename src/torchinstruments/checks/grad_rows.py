@@ -1,4 +1,4 @@
-"""What the numbers of one backward say of modules: rows, where something begins, and findings. No hook here."""
+"""What the numbers of one backward say of modules: rows, where something begins, and findings."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,12 @@ _CODES = {
     _NONFINITE: (
         Severity.CRITICAL,
         "have NaN or infinity in the gradients of their outputs",
-        "look at what uses the output of the module where it begins; under a gradient scaler an overflow is "
-        "skipped and the scale lowered",
+        "look at what uses the output of the module where it begins; a gradient scaler skips such a step",
     ),
     _ZERO: (
         Severity.WARNING,
         "have gradients of their outputs that are zero throughout",
-        "look at what follows the module where it begins: an activation that is flat where its inputs lie, "
-        "or a mask",
+        "look at what follows the module where it begins: a flat piece of an activation, or a mask",
     ),
     _EXPLODING: (
         Severity.WARNING,
@@ -291,7 +289,7 @@ def _flags(
 def _begins(
     outputs: Sequence[OutputFacts], flags: Sequence[tuple[str, ...]]
 ) -> Mapping[int, tuple[str, ...]] | None:
-    """Returns by output which of its flags no output has that was made of it; None where that is not known."""
+    """Returns by output which of its flags begin there: no output made of it has them; None if unknown."""
     flagged_nodes: dict[int, set[str]] = {}
     for output, own in zip(outputs, flags, strict=True):
         flagged_nodes.setdefault(id(output.node), set()).update(own)

@@ -37,7 +37,9 @@ class HealthFinding:
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_names", max(self.num_names, len(self.names)))
         object.__setattr__(self, "names", tuple(self.names[:MAX_NAMES]))
-        kept = {name: MappingProxyType(dict(value)) for name, value in self.values.items() if name in self.names}
+        kept = {
+            name: MappingProxyType(dict(value)) for name, value in self.values.items() if name in self.names
+        }
         object.__setattr__(self, "values", MappingProxyType(kept))
 
     def to_dict(self) -> dict[str, object]:

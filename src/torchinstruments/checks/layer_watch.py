@@ -81,7 +81,9 @@ class LayerWatch:
             elif layer.index in own:
                 continue
             elif (
-                layer.index in hookless or id(layer.watched) in self.parts.inside or may_be_fused(layer.watched)
+                layer.index in hookless
+                or id(layer.watched) in self.parts.inside
+                or may_be_fused(layer.watched)
             ):
                 self._install(LayerSlot(layer.watched, self._receiver, thread, layer))
             else:

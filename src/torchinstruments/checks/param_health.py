@@ -263,14 +263,15 @@ def param_health(
     threshold = _share_of("subnormal_fraction_threshold", subnormal_fraction_threshold)
     inventory, entries, others = entries_of(target)
     names = names_of("within", within)
+    not_tensors = [_no_tensor(other) for other in others]
     if names is not None:
         chosen = inventory.resolve(names, "within")
         entries = [entry for entry in entries if not chosen.isdisjoint(entry.positions)]
-        others = []
+        not_tensors.clear()
     if not include_buffers:
         entries = [entry for entry in entries if entry.kind != BUFFER]
     declared = _declared(inventory, bounds)
-    rows = _rows(entries, declared) + [_no_tensor(other) for other in others]
+    rows = _rows(entries, declared) + not_tensors
     return _concluded(rows, _rules(limit, threshold), has_bounds=bool(declared))
 
 
@@ -288,7 +289,9 @@ def _declared(
     for name, pair in bounds.items():
         found = bounds_of(f"bounds[{name!r}]", pair)
         if found is None:
-            raise ConfigurationError(f"bounds[{name!r}] is None; give a pair (low, high), None for an open side")
+            raise ConfigurationError(
+                f"bounds[{name!r}] is None; give a pair (low, high), None for an open side"
+            )
         declared |= dict.fromkeys(inventory.resolve((name,), "bounds"), found)
     return declared
 
@@ -331,7 +334,7 @@ def _begun(entry: AuditEntry, declared: Mapping[int, Bounds]) -> _Begun:
                 return _Begun(entry, part, scope, bounds, (), "")
             try:
                 scans = tuple([scan(one, bounds or (None, None)) for one in parts_of(part)])
-            except (RuntimeError, NotImplementedError, TypeError) as error:
+            except (RuntimeError, TypeError) as error:
                 # An operation that this device or dtype lacks costs this tensor alone, and its row says so.
                 reason = f"{_SCAN_ERROR}: {type(error).__name__}: {error_text(error)}"[:200]
                 return _Begun(entry, None, scope, bounds, (), reason)
@@ -456,9 +459,9 @@ def _rules(max_fraction: float, threshold: float) -> list[_Rule]:
         _Rule(
             code="param_all_same",
             severity=lambda _: Severity.INFO,
-            applies=lambda _, scanned: scanned.is_all_same
-            and scanned.num_values > 1
-            and scanned.num_zero < scanned.num_values,
+            applies=lambda _, scanned: (
+                scanned.is_all_same and scanned.num_values > 1 and scanned.num_zero < scanned.num_values
+            ),
             values=lambda _, scanned: {"value": scanned.minimum, "num_values": scanned.num_values},
             message="hold one value throughout, as the weights of norm layers begin",
             remedy="",
@@ -466,9 +469,7 @@ def _rules(max_fraction: float, threshold: float) -> list[_Rule]:
     ]
 
 
-def _concluded(
-    rows: Sequence[ParamHealthRow], rules: Sequence[_Rule], *, has_bounds: bool
-) -> ParamHealth:
+def _concluded(rows: Sequence[ParamHealthRow], rules: Sequence[_Rule], *, has_bounds: bool) -> ParamHealth:
     """Returns everything that rows say."""
     found: list[HealthFinding] = []
     codes: dict[str, list[str]] = {}
@@ -485,7 +486,9 @@ def _concluded(
                         message=f"{len(alike)} of {len(rows)} tensors {rule.message} ({alike[0].name} first)",
                         names=tuple([row.name for row in alike]),
                         values={
-                            row.name: rule.values(row, row.scanned) for row in alike if row.scanned is not None
+                            row.name: rule.values(row, row.scanned)
+                            for row in alike
+                            if row.scanned is not None
                         },
                         remedy=rule.remedy,
                     )
