@@ -146,6 +146,6 @@ def _memory_of(tensor: torch.Tensor) -> object:
                 return (*where, *strides)
             next_stride *= size
         return (*where, tensor.numel())
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         # A kind of tensor that has no memory of its own; the scan says why.
         return id(tensor)

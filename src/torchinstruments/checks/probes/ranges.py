@@ -257,7 +257,7 @@ def _findings_of(facts: Sequence[RangeFacts]) -> tuple[HealthFinding, ...]:
                     message=f"{one.scanned.num_nan} of {one.scanned.num_values} values are NaN",
                     names=(one.site,),
                     values={one.site: values},
-                    remedy="look at what the site was given; of several sites the first one is nearest to the cause",
+                    remedy="look at what the site was given; the first site is nearest to the cause",
                 )
             )
         if one.num_violations:
