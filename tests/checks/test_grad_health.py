@@ -18,7 +18,13 @@ def deep(**constants):
     """Returns four linear layers with ReLU between, some biases of which are constants."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)
+        nn.Linear(4, 8),
+        nn.ReLU(),
+        nn.Linear(8, 8),
+        nn.ReLU(inplace=True),
+        nn.Linear(8, 8),
+        nn.ReLU(),
+        nn.Linear(8, 2),
     )
     with torch.no_grad():
         for name, value in constants.items():
@@ -56,7 +62,11 @@ def test_the_frontier_is_where_gradients_begin_to_be_zero():
     assert [row.module for row in health.rows if row.flags] == ["0", "1", "2", "3", "4"]
     assert frontier(health, "gradient_zero") == ["4"]
     assert health.row("5").norm > 0
-    assert (health.row("4").num_zero, health.row("4").num_values, health.row("4").parameter_norm) == (24, 24, 0.0)
+    assert (health.row("4").num_zero, health.row("4").num_values, health.row("4").parameter_norm) == (
+        24,
+        24,
+        0.0,
+    )
     assert "dead" not in health.to_json()
 
 
@@ -114,7 +124,12 @@ def test_gradients_that_explode_or_vanish_are_compared_in_unscaled_units():
         with grad_health(model, **options) as health:
             (model(X).sum() * factor).backward()
         found[name] = [finding.code for finding in health.findings]
-    assert found == {"small": ["gradient_vanishing"], "large": ["gradient_exploding"], "scaled": [], "unknown": []}
+    assert found == {
+        "small": ["gradient_vanishing"],
+        "large": ["gradient_exploding"],
+        "scaled": [],
+        "unknown": [],
+    }
     # The last one: no scale was declared, which is said and not guessed.
     assert health.row("6").scale_provenance == "unknown"
     assert health.row("6").magnitude_reason.startswith("unknown_scale")
@@ -223,11 +238,15 @@ def test_training_is_the_same_bit_for_bit():
 
 def test_an_exception_goes_through_and_leaves_no_hook():
     """What was seen until then is there."""
+
+    def fails():
+        model(X)
+        raise RuntimeError("mine")
+
     model = deep()
     watching = grad_health(model)
     with pytest.raises(RuntimeError, match="mine"), watching as health:
-        model(X)
-        raise RuntimeError("mine")
+        fails()
     assert not any(module._forward_hooks for module in model.modules())
     assert health.row("0").num_calls == 1
 

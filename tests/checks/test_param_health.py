@@ -185,7 +185,13 @@ def test_bounds_of_an_alias_hold():
 def test_views_of_the_same_entries_are_one_row():
     """A ``.data``, a flat view and a transposed one; a part of them is a row of its own."""
     weight = torch.arange(6.0).reshape(2, 3)
-    state = {"w": nn.Parameter(weight), "data": weight, "flat": weight.view(-1), "t": weight.t(), "part": weight[0]}
+    state = {
+        "w": nn.Parameter(weight),
+        "data": weight,
+        "flat": weight.view(-1),
+        "t": weight.t(),
+        "part": weight[0],
+    }
     health = param_health(state, bounds={"flat": (None, 4)})
     assert [row.name for row in health.rows] == ["w", "part"]
     assert health.row("t").aliases == ("data", "flat", "t")
@@ -219,7 +225,9 @@ def test_subnormals_are_found_from_a_share_on():
 
 def test_one_value_throughout_is_information():
     """Of two values and more; a single one is no fill."""
-    health = param_health({"ones": torch.ones(3), "zeros": torch.zeros(3), "one": torch.ones(()), "nan": torch.full((3,), NAN)})
+    health = param_health(
+        {"ones": torch.ones(3), "zeros": torch.zeros(3), "one": torch.ones(()), "nan": torch.full((3,), NAN)}
+    )
     assert [row.codes for row in health.rows] == [
         ("param_all_same",),
         ("param_all_zero",),

@@ -23,7 +23,7 @@ from torchinstruments.observe.slots import CallSlot
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["FunctionWatch", "PauseSlot", "pause_slots"]
+__all__ = ["FunctionWatch", "PauseSlot", "may_run_fused", "pause_slots"]
 
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
@@ -111,7 +111,7 @@ class PauseSlot(CallSlot):
         self, module: nn.Module, caller: "FrameType | None", args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Runs a call of the module (training thread, hot path)."""
-        if self.is_removed or not self._watch.is_on or not (self._is_compiled or _may_run_fused(module)):
+        if self.is_removed or not self._watch.is_on or not (self._is_compiled or may_run_fused(module)):
             return self._run_below(module, caller, args, kwargs)
         self._receiver.paused(module, is_compiled=self._is_compiled)
         self._watch.switch_off()
@@ -143,8 +143,8 @@ def pause_slots(
     return slots
 
 
-def _may_run_fused(module: nn.Module) -> bool:
-    """Returns whether torch may run a call fused: in evaluation, and where no gradient is recorded."""
-    return not module.training and not (
-        torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
-    )
+def may_run_fused(module: nn.Module) -> bool:
+    """Returns whether torch may run a call fused: in evaluation, where no gradient is recorded (hot path)."""
+    if module.training or not isinstance(module, _FUSED):
+        return False
+    return not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()))

@@ -17,7 +17,12 @@ from torch import nn
 
 from torchinstruments.checks.findings import MAX_NAMES, CheckWarning, Unavailable
 from torchinstruments.checks.layer_watch import LayerWatch, matches
-from torchinstruments.checks.probes.function_mode import FunctionWatch, PauseSlot, pause_slots
+from torchinstruments.checks.probes.function_mode import (
+    FunctionWatch,
+    PauseSlot,
+    may_run_fused,
+    pause_slots,
+)
 from torchinstruments.checks.probes.selectors import FunctionSelector, ModuleSelector, Selector
 from torchinstruments.errors import CheckLifecycleError, ConfigurationError
 from torchinstruments.observe.engine import is_capturing_graph, is_in_backward
@@ -261,7 +266,7 @@ class _Watch:
         self._depth += 1
         if self._depth == 1:
             self._ordinals.clear()
-            if self._mode is not None:
+            if self._mode is not None and not self._is_hidden(module):
                 self._mode.switch_on()
 
     def root_ended(self, module: nn.Module, output: object) -> None:  # noqa: ARG002 - a seam
@@ -347,6 +352,17 @@ class _Watch:
 
     def _wants(self, layer: Layer) -> bool:
         return any(matches(selector.pattern, layer) for selector in self._modules)
+
+    def _is_hidden(self, module: nn.Module) -> bool:
+        """Returns whether functions inside the model cannot be seen, and notes so.
+
+        Its slot of calls lies outside of its hooks, and so cannot switch off what these switch on.
+        """
+        is_compiled = id(module) in self._layers.parts.around
+        if is_compiled or may_run_fused(module):
+            self.paused(module, is_compiled=is_compiled)
+            return True
+        return False
 
     def _is_own(self) -> bool:
         return threading.get_ident() == self._thread
