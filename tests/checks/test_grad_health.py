@@ -1,6 +1,7 @@
 """One backward, module by module: what its gradients show, and where that begins."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torchinstruments.errors import ConfigurationError
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 
-def deep(**constants):
+def deep(**constants: float) -> Any:
     """Returns four linear layers with ReLU between, some biases of which are constants."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -61,7 +62,7 @@ def test_the_frontier_is_where_gradients_begin_to_be_zero():
     assert finding.values["4"]["num_flagged_modules"] == 5
     assert [row.module for row in health.rows if row.flags] == ["0", "1", "2", "3", "4"]
     assert frontier(health, "gradient_zero") == ["4"]
-    assert health.row("5").norm > 0
+    assert (health.row("5").norm or 0.0) > 0
     assert (health.row("4").num_zero, health.row("4").num_values, health.row("4").parameter_norm) == (
         24,
         24,
@@ -120,7 +121,7 @@ def test_gradients_that_explode_or_vanish_are_compared_in_unscaled_units():
         ("scaled", 1e9, 1e9),
         ("unknown", 1e9, ...),
     ):
-        options = {} if given is ... else {"scaler": given}
+        options: dict[str, Any] = {} if given is ... else {"scaler": given}
         with grad_health(model, **options) as health:
             (model(X).sum() * factor).backward()
         found[name] = [finding.code for finding in health.findings]

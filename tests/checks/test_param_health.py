@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -33,9 +34,14 @@ INTEGERS = [
 ]
 
 
-def scanned(tensor, **options):
+def audited(target: Any, **options: Any) -> Any:
+    """Returns the audit of a target."""
+    return param_health(target, **options)
+
+
+def scanned(tensor: torch.Tensor, **options: Any) -> Any:
     """Returns what was counted in one tensor."""
-    return param_health({"x": tensor}, **options).row("x").scanned
+    return audited({"x": tensor}, **options).row("x").scanned
 
 
 def codes(health):
@@ -54,11 +60,11 @@ def test_a_fresh_model_with_norm_layers_has_information_alone():
         nn.TransformerEncoderLayer(8, 2, 16),
         nn.LSTM(8, 8),
     )
-    health = param_health(model)
+    health = audited(model)
     assert {finding.severity for finding in health.findings} == {Severity.INFO}
     assert codes(health) == ["param_all_zero", "param_all_same"]
     assert "2.weight" in health.findings[1].names
-    assert param_health(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))).findings == ()
+    assert audited(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))).findings == ()
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -74,7 +80,7 @@ def test_a_nonfinite_finding_has_the_signed_counts():
     model = mlp()
     with torch.no_grad():
         model[1].weight[0, 0], model[1].weight[0, 1] = NAN, -INF
-    health = param_health(model)
+    health = audited(model)
     (finding,) = health.findings
     assert (finding.code, finding.severity, finding.names) == (
         "param_value_nonfinite",
@@ -110,7 +116,7 @@ def test_subnormals_are_counted_where_the_processor_flushes_them():
 def test_eight_bit_floats_are_audited_in_full(dtype):
     """Largest number, NaN, and a zero where the dtype has one; the use of the whole range is no warning."""
     largest = torch.finfo(dtype).max
-    health = param_health({"x": torch.tensor([largest, NAN, 1.0]).to(dtype)})
+    health = audited({"x": torch.tensor([largest, NAN, 1.0]).to(dtype)})
     found = health.row("x").scanned
     assert (found.maximum, found.num_nan, found.num_zero) == (largest, 1, 0)
     assert health.row("x").headroom_used == 1.0
@@ -147,7 +153,7 @@ def test_booleans_are_zeros_and_ones():
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
 def test_both_parts_of_complex_tensors_are_values(dtype):
     """A NaN in one part is one, conjugated or not; one number throughout is two values."""
-    health = param_health(
+    health = audited(
         {"x": torch.tensor([1 + 2j, complex(NAN, -3)], dtype=dtype).conj(), "same": torch.full((3,), 1 + 2j)}
     )
     found = health.row("x").scanned
@@ -158,7 +164,7 @@ def test_both_parts_of_complex_tensors_are_values(dtype):
 def test_half_complex_is_audited_too():
     """Its parts are float16, and so is its range."""
     parts = torch.tensor([[65504.0, 1.0]], dtype=torch.float16)
-    row = param_health({"x": torch.view_as_complex(parts)}).row("x")
+    row = audited({"x": torch.view_as_complex(parts)}).row("x")
     assert (row.scanned.maximum, row.headroom_used) == (65504.0, 1.0)
 
 
@@ -175,11 +181,11 @@ def test_bounds_of_an_alias_hold():
     """A tied weight is one row; its bounds may be declared by either name."""
     model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
     model["b"].weight = model["a"].weight
-    health = param_health(model, bounds={"b.weight": (10, None)})
+    health = audited(model, bounds={"b.weight": (10, None)})
     (row,) = health.rows
     assert (row.name, row.aliases, row.scanned.num_below) == ("a.weight", ("b.weight",), 16)
     assert codes(health) == ["param_bounds_violated"]
-    assert param_health(model, within=["b.weight"]).rows[0].name == "a.weight"
+    assert audited(model, within=["b.weight"]).rows[0].name == "a.weight"
 
 
 def test_views_of_the_same_entries_are_one_row():
@@ -192,7 +198,7 @@ def test_views_of_the_same_entries_are_one_row():
         "t": weight.t(),
         "part": weight[0],
     }
-    health = param_health(state, bounds={"flat": (None, 4)})
+    health = audited(state, bounds={"flat": (None, 4)})
     assert [row.name for row in health.rows] == ["w", "part"]
     assert health.row("t").aliases == ("data", "flat", "t")
     assert health.row("w").scanned.num_above == 1
@@ -202,30 +208,30 @@ def test_views_of_the_same_entries_are_one_row():
 def test_overlapping_entries_of_one_view_are_counted_as_it_shows_them():
     """An expanded tensor repeats its entries; it is not the tensor that it was made of."""
     row = torch.tensor([1.0, NAN])
-    health = param_health({"row": row, "expanded": row.expand(5, 2)})
+    health = audited({"row": row, "expanded": row.expand(5, 2)})
     assert [one.scanned.num_nan for one in health.rows] == [1, 5]
 
 
 def test_headroom_is_a_share_of_the_dtypes_range():
     """On both sides of zero; integers may fill theirs."""
-    assert codes(param_health({"x": torch.tensor([60_000.0, 1.0]).half()})) == ["param_dtype_headroom"]
-    assert codes(param_health({"x": torch.tensor([-60_000.0, 1.0]).half()})) == ["param_dtype_headroom"]
-    assert codes(param_health({"x": torch.tensor([50_000.0, 1.0]).half()})) == []
-    assert codes(param_health({"x": torch.tensor([50_000.0, 1.0]).half()}, max_fraction=0.5)) != []
-    assert codes(param_health({"x": torch.tensor([-128, 127], dtype=torch.int8)})) == []
+    assert codes(audited({"x": torch.tensor([60_000.0, 1.0]).half()})) == ["param_dtype_headroom"]
+    assert codes(audited({"x": torch.tensor([-60_000.0, 1.0]).half()})) == ["param_dtype_headroom"]
+    assert codes(audited({"x": torch.tensor([50_000.0, 1.0]).half()})) == []
+    assert codes(audited({"x": torch.tensor([50_000.0, 1.0]).half()}, max_fraction=0.5)) != []
+    assert codes(audited({"x": torch.tensor([-128, 127], dtype=torch.int8)})) == []
 
 
 def test_subnormals_are_found_from_a_share_on():
     """A tenth of all values, unless another is given."""
     tensor = torch.ones(10)
     tensor[0] = 1e-40
-    assert codes(param_health({"x": tensor})) == ["param_subnormal_heavy"]
-    assert codes(param_health({"x": tensor}, subnormal_fraction_threshold=0.2)) == []
+    assert codes(audited({"x": tensor})) == ["param_subnormal_heavy"]
+    assert codes(audited({"x": tensor}, subnormal_fraction_threshold=0.2)) == []
 
 
 def test_one_value_throughout_is_information():
     """Of two values and more; a single one is no fill."""
-    health = param_health(
+    health = audited(
         {"ones": torch.ones(3), "zeros": torch.zeros(3), "one": torch.ones(()), "nan": torch.full((3,), NAN)}
     )
     assert [row.codes for row in health.rows] == [
@@ -238,7 +244,7 @@ def test_one_value_throughout_is_information():
 
 def test_tensors_without_values_say_so():
     """An empty tensor is covered, and one without finite entries has no extremes."""
-    health = param_health({"empty": torch.empty(0, 3), "nan": torch.full((2,), NAN)})
+    health = audited({"empty": torch.empty(0, 3), "nan": torch.full((2,), NAN)})
     empty, nan = health.rows
     assert (empty.is_scanned, empty.reason, empty.scanned.minimum) == (True, "empty", None)
     assert (nan.is_scanned, nan.reason, nan.scanned.maximum) == (True, "no_finite_entries", None)
@@ -266,7 +272,7 @@ def test_what_cannot_be_scanned_has_a_reason():
         "step": 3,
         "fine": torch.ones(2),
     }
-    health = param_health(state)
+    health = audited(state)
     reasons = {row.name: row.reason for row in health.rows if not row.is_scanned}
     assert {name: reason.partition(":")[0] for name, reason in reasons.items()} == {
         "meta": "meta_tensor",
@@ -286,7 +292,7 @@ def test_what_cannot_be_scanned_has_a_reason():
 
 def test_lazy_parameters_wait_for_their_shape():
     """They are listed, and the rest is audited."""
-    health = param_health(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3)))
+    health = audited(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3)))
     assert health.row("0.weight").reason == "uninitialised"
     assert health.row("1.weight").is_scanned
     json.loads(health.to_json())
@@ -298,7 +304,7 @@ def test_an_optimizers_state_is_gone_through():
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    health = param_health(optimizer.state_dict(), bounds={"state.*.exp_avg_sq": (0, None)})
+    health = audited(optimizer.state_dict(), bounds={"state.*.exp_avg_sq": (0, None)})
     assert health.row("state.0.exp_avg_sq").bounds == (0, None)
     assert health.row("param_groups.0.params").reason == "not_a_tensor: list"
     assert codes(health)[:1] != ["param_bounds_violated"]
@@ -307,15 +313,15 @@ def test_an_optimizers_state_is_gone_through():
 def test_buffers_can_be_left_out():
     """Kinds are told apart."""
     model = nn.BatchNorm1d(3)
-    assert {row.kind for row in param_health(model).rows} == {"parameter", "buffer"}
-    health = param_health(model, include_buffers=False)
+    assert {row.kind for row in audited(model).rows} == {"parameter", "buffer"}
+    health = audited(model, include_buffers=False)
     assert {row.kind for row in health.rows} == {"parameter"}
     assert (health.coverage["num_parameters"], health.coverage["num_buffers"]) == (2, 0)
 
 
 def test_wrappers_leave_no_segment_in_names():
     """As everywhere here."""
-    assert [row.name for row in param_health(torch.compile(mlp(depth=1))).rows] == ["0.weight", "0.bias"]
+    assert [row.name for row in audited(torch.compile(mlp(depth=1))).rows] == ["0.weight", "0.bias"]
 
 
 def test_a_large_transposed_tensor_is_read_in_pieces():
@@ -332,7 +338,7 @@ def test_nothing_is_recorded_and_no_random_number_is_drawn():
     model = mlp()
     state = torch.get_rng_state()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        health = param_health(model)
+        health = audited(model)
         assert torch.is_grad_enabled()
     assert torch.equal(state, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -341,9 +347,9 @@ def test_nothing_is_recorded_and_no_random_number_is_drawn():
 
 def test_checks_that_nothing_was_asked_of_did_not_run():
     """Bounds run where some were declared, and nothing runs where nothing could be scanned."""
-    assert "param_bounds_violated" not in param_health(mlp()).checks_run
-    assert "param_bounds_violated" in param_health(mlp(), bounds={"*": (-9, 9)}).checks_run
-    assert param_health({"x": torch.empty(2, device="meta")}).checks_run == ()
+    assert "param_bounds_violated" not in audited(mlp()).checks_run
+    assert "param_bounds_violated" in audited(mlp(), bounds={"*": (-9, 9)}).checks_run
+    assert audited({"x": torch.empty(2, device="meta")}).checks_run == ()
 
 
 @pytest.mark.parametrize(
@@ -363,4 +369,4 @@ def test_checks_that_nothing_was_asked_of_did_not_run():
 def test_mistakes_are_one_sentence(options, message):
     """With the value and the way out."""
     with pytest.raises(ConfigurationError, match=message):
-        param_health(options.pop("target", mlp()), **options)
+        audited(options.pop("target", mlp()), **options)

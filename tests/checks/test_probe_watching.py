@@ -15,7 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 from checks.training import mlp
 from torchinstruments import AlwaysSampler, inject_observer, open_run, remove_observer
-from torchinstruments.checks import LivenessProbe, RangeProbe, SinkProbe, func, module, tensor_scan
+from torchinstruments.checks import (
+    LivenessProbe,
+    RangeProbe,
+    SinkProbe,
+    func,
+    grad_audit,
+    module,
+    tensor_scan,
+)
 from torchinstruments.checks.layer_watch import LayerWatch
 from torchinstruments.checks.probes import attention, function_mode, liveness, ranges, sinks, watching
 from unit.observe.compiling import FORMS, Net, compile_as, counting, equal, train
@@ -182,7 +190,8 @@ def test_other_threads_are_not_watched_and_said():
         thread.start()
         thread.join()
     assert (probe.num_forwards, probe.facts()) == (0, ())
-    assert probe.unavailable[0].reason.startswith("other_thread")
+    reasons = {entry.reason.partition(":")[0] for entry in probe.unavailable}
+    assert reasons == {"other_thread", "no_forward", "selector_matched_nothing"}
 
 
 def test_sites_are_bounded(monkeypatch):
@@ -311,6 +320,8 @@ def test_nothing_reads_a_device_while_a_forward_is_watched():
         ranges._first_of,
         liveness._LivenessSite.take,
         liveness._LivenessSite._take_units,
+        liveness._nonzero_units,
+        liveness._is_nonzero,
         liveness._max_abs,
         sinks._SinkSite._take_attention,
         sinks._SinkSite._take_residual,
@@ -318,6 +329,10 @@ def test_nothing_reads_a_device_while_a_forward_is_watched():
         watching._Watch._take,
         function_mode.FunctionWatch.__torch_function__,
         LayerWatch.place,
+        grad_audit.GradHealth.observe,
+        grad_audit.GradHealth.arrived,
+        grad_audit.GradHealth._watch,
+        grad_audit.GradHealth._measure,
     ]
     for function in hot:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))

@@ -1,6 +1,9 @@
 """Range and liveness probes: what they count, and what they say of selectors."""
 
 import json
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +34,11 @@ class Calls(nn.Module):
         x = torch.relu(x) + functional.relu(x) + x.relu()
         x = functional.relu(x, inplace=True)
         return x.clone().relu_()
+
+
+def wrong(value: Any) -> Any:
+    """Returns what is no such argument."""
+    return value
 
 
 def probed(probe, model, *inputs):
@@ -151,7 +159,8 @@ def test_selectors_that_match_nothing_are_said():
         probed(probe, model, X)
     probed(probe, model, X)
     assert probe.unmatched == ("func('rellu')", "module('nothing')")
-    (entry,) = probe.unavailable
+    without, entry = probe.unavailable
+    assert without.reason == "no_forward: the model was not called in a block"
     assert (entry.reason, entry.names) == ("selector_matched_nothing", probe.unmatched)
     assert "selector_matched_nothing" in str(probe)
     assert probe.num_forwards == 2
@@ -241,21 +250,43 @@ def test_units_of_a_convolution_are_its_channels():
     assert probe.facts()[0].units_reason.startswith("no_such_dimension")
 
 
+def test_units_are_looked_at_in_blocks(monkeypatch):
+    """The blocks of a large tensor add up, along whatever dimension they lie."""
+    monkeypatch.setattr("torchinstruments.checks.probes.liveness._BLOCK_ENTRIES", 8)
+    values = torch.zeros(5, 3, 4)
+    values[4, 1, 2] = 1.0
+    for unit_dim, expected in ((0, (0, 1, 2, 3)), (1, (0, 2)), (-1, (0, 1, 3))):
+        probe = LivenessProbe([module("")], unit_dim=unit_dim)
+        probed(probe, nn.Identity(), values, values.mT.contiguous().mT)
+        assert probe.facts()[0].units_zero_in_all == expected
+
+
+def test_names_that_modules_share_with_functions_are_the_functions():
+    """Whatever of the room was imported before."""
+    code = (
+        "import torchinstruments.checks as c; "
+        "c.ParamHealth, c.GradHealth; print(c.param_health, c.grad_health)"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "<function param_health" in printed
+    assert "<class" in printed
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: RangeProbe({}), "not empty"),
-        (lambda: RangeProbe({"relu": (0, 1)}), "which is no selector"),
+        (lambda: RangeProbe(wrong({"relu": (0, 1)})), "which is no selector"),
         (lambda: RangeProbe({func("relu"): (1, 0)}), "low <= high"),
-        (lambda: RangeProbe({func("relu"): None}), "is None"),
-        (lambda: RangeProbe({func("relu"): (0, 1)}, negate="yes"), "give True or False"),
+        (lambda: RangeProbe(wrong({func("relu"): None})), "is None"),
+        (lambda: RangeProbe({func("relu"): (0, 1)}, negate=wrong("yes")), "give True or False"),
         (lambda: LivenessProbe([]), "give selectors"),
-        (lambda: LivenessProbe(["relu"]), "give selectors"),
-        (lambda: LivenessProbe([func("relu")], unit_dim="last"), "give a dimension"),
+        (lambda: LivenessProbe(wrong(["relu"])), "give selectors"),
+        (lambda: LivenessProbe([func("relu")], unit_dim=wrong("last")), "give a dimension"),
         (lambda: func("torch.no_such_function"), "names no function"),
         (lambda: func("no/function"), "names no function"),
-        (lambda: module(3), "give a name or a pattern"),
-        (lambda: LivenessProbe([func("relu")]).watch(3).__enter__(), "give an nn.Module"),
+        (lambda: module(wrong(3)), "give a name or a pattern"),
+        (lambda: LivenessProbe([func("relu")]).watch(wrong(3)).__enter__(), "give an nn.Module"),
     ],
 )
 def test_mistakes_are_one_sentence(make, message):

@@ -17,10 +17,10 @@ from torchinstruments.testing.ranks import RankPool
 KINDS = ("ddp", "fsdp1", "fsdp2", "tensor_parallel")
 
 
-def build(kind: str) -> nn.Module:
+def build(kind: str) -> Any:
     """Returns a model of three layers, the first of which has fewer rows than there are ranks."""
     torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(4, 1), nn.ReLU(), nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 2))
+    model: Any = nn.Sequential(nn.Linear(4, 1), nn.ReLU(), nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 2))
     with torch.no_grad():
         model[0].bias.fill_(10.0)
         model[2].weight[0, 0] = float("nan")

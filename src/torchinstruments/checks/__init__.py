@@ -27,10 +27,10 @@ if TYPE_CHECKING:
         Severity,
         Unavailable,
     )
-    from torchinstruments.checks.grad_health import GradHealth, grad_health
+    from torchinstruments.checks.grad_audit import GradHealth, grad_health
     from torchinstruments.checks.grad_rows import GradHealthRow
     from torchinstruments.checks.health_findings import HealthFinding
-    from torchinstruments.checks.param_health import ParamHealth, ParamHealthRow, param_health
+    from torchinstruments.checks.param_audit import ParamHealth, ParamHealthRow, param_health
     from torchinstruments.checks.probes.liveness import LivenessFacts, LivenessProbe
     from torchinstruments.checks.probes.ranges import RangeFacts, RangeProbe
     from torchinstruments.checks.probes.selectors import func, module
@@ -49,11 +49,11 @@ _HOMES = {
     "Attribution": "checks.findings",
     "GradientStage": "checks.findings",
     "CheckWarning": "checks.findings",
-    "param_health": "checks.param_health",
-    "ParamHealth": "checks.param_health",
-    "ParamHealthRow": "checks.param_health",
-    "grad_health": "checks.grad_health",
-    "GradHealth": "checks.grad_health",
+    "param_health": "checks.param_audit",
+    "ParamHealth": "checks.param_audit",
+    "ParamHealthRow": "checks.param_audit",
+    "grad_health": "checks.grad_audit",
+    "GradHealth": "checks.grad_audit",
     "GradHealthRow": "checks.grad_rows",
     "HealthFinding": "checks.health_findings",
     "func": "checks.probes.selectors",

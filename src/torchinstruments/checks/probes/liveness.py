@@ -13,12 +13,15 @@ from torchinstruments.checks.probes.selectors import Selector, selectors_of
 from torchinstruments.checks.probes.watching import Probe
 from torchinstruments.checks.tensor_scan import read, scan
 from torchinstruments.errors import ConfigurationError
-from torchinstruments.statistics.device import accumulation_dtype
+from torchinstruments.statistics.device import accumulation_dtype, working_dtype
 
 __all__ = ["MAX_UNITS", "LivenessFacts", "LivenessProbe"]
 
 MAX_UNITS = 1_000_000
 """Units of one site that are told apart."""
+
+_BLOCK_ENTRIES = 1 << 22
+"""Entries that are looked at at a time."""
 
 _MIN_FORWARDS = 2
 _MAX_LISTED = 1_000
@@ -131,9 +134,7 @@ class _LivenessSite:
             self.units_reason = f"shape_changed: {self.was_nonzero.numel()} units, then {num_units}"
             self.was_nonzero = None
             return
-        others = [dim for dim in range(tensor.ndim) if dim != unit_dim]
-        is_nonzero = tensor.to(torch.bool) if tensor.itemsize > 1 else tensor.float() != 0
-        seen = torch.amax(is_nonzero, dim=others) if others else is_nonzero
+        seen = _nonzero_units(tensor, unit_dim)
         self.was_nonzero = seen if self.was_nonzero is None else torch.logical_or(self.was_nonzero, seen)
 
 
@@ -237,6 +238,24 @@ def _facts(selector: str, label: str, site: _LivenessSite, numbers: Sequence[int
         units_zero_in_all=tuple(zero_in_all[:_MAX_LISTED]),
         units_reason=reason,
     )
+
+
+def _nonzero_units(tensor: torch.Tensor, unit_dim: int) -> torch.Tensor:
+    """Returns for each unit whether any of its values is not zero, a block of the tensor at a time."""
+    others = [dim for dim in range(tensor.ndim) if dim != unit_dim]
+    if not others:
+        return _is_nonzero(tensor)
+    size = tensor.shape[others[0]]
+    found = [
+        torch.amax(_is_nonzero(block), dim=others)
+        for block in tensor.split(max(1, size * _BLOCK_ENTRIES // tensor.numel()), dim=others[0])
+    ]
+    return torch.stack(found).amax(0)
+
+
+def _is_nonzero(block: torch.Tensor) -> torch.Tensor:
+    """Returns where values are not zero; NaN is not."""
+    return (block if block.itemsize > 1 else block.to(working_dtype(block.dtype))) != 0
 
 
 def _max_abs(low: torch.Tensor, high: torch.Tensor, is_unsigned: bool) -> torch.Tensor:  # noqa: FBT001 - of one scan

@@ -47,6 +47,9 @@ Sun et al., arXiv:2402.17762, it does not depend on the scale of the stream."""
 _TOLERANCE = 0.02
 """How far probabilities of a query may be from a sum of 1, as half precision leaves them."""
 
+_BLOCK_ENTRIES = 1 << 20
+"""Values of a stream that are looked at at a time."""
+
 _MIN_FEATURES = 8
 _MAX_FEATURES = 1_000_000
 _MAX_KEYS = 1 << 22
@@ -171,12 +174,13 @@ class _SinkSite:
         if self.magnitudes is not None and self.magnitudes.numel() != num_features:
             return f"shape_changed: {self.magnitudes.numel()} features, then {num_features}"
         wide = accumulation_dtype(tensor.device)
-        flat = tensor.reshape(-1, num_features) if tensor.is_contiguous() else tensor.flatten(0, -2)
         total = torch.zeros(num_features, dtype=wide, device=tensor.device)
-        for piece in flat.split(max(1, (1 << 20) // num_features)):
-            magnitudes = (piece if piece.itemsize > 1 else piece.float()).abs()
-            total = total + magnitudes.sum(0, dtype=wide)
-        self.num_rows += flat.shape[0]
+        # Parts of a tensor that does not lie densely are copied one by one.
+        for part in (tensor,) if tensor.is_contiguous() or tensor.ndim < 2 else tensor.split(1):
+            for piece in part.reshape(-1, num_features).split(max(1, _BLOCK_ENTRIES // num_features)):
+                magnitudes = (piece if piece.itemsize > 1 else piece.float()).abs()
+                total = total + magnitudes.sum(0, dtype=wide)
+        self.num_rows += tensor.numel() // num_features
         self.magnitudes = total if self.magnitudes is None else self.magnitudes + total
         return ""
 

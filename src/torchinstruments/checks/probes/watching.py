@@ -138,6 +138,8 @@ class Probe(Generic[_SiteT]):
             self._is_watching = False
         if self._num_forwards > before:
             self._tell_unmatched()
+        else:
+            self.note("no_forward: the model was not called in a block", "(model)")
 
     def new_site(self, selector: Selector, label: str) -> _SiteT:
         """Returns what is kept of a site that was not seen before (training thread, hot path)."""
