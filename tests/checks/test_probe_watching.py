@@ -3,9 +3,11 @@
 import ast
 import copy
 import inspect
+import pickle
 import textwrap
 import threading
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from torchinstruments.checks import (
     SinkProbe,
     func,
     grad_audit,
+    grad_health,
     module,
     tensor_scan,
 )
@@ -192,6 +195,42 @@ def test_other_threads_are_not_watched_and_said():
     assert (probe.num_forwards, probe.facts()) == (0, ())
     reasons = {entry.reason.partition(":")[0] for entry in probe.unavailable}
     assert reasons == {"other_thread", "no_forward", "selector_matched_nothing"}
+
+
+def test_a_forward_that_makes_a_program_is_left_alone_and_said():
+    """The program is the one without a probe."""
+    model = mlp(depth=1)
+    expected: Any = torch.jit.trace(model, (X,))
+    probe = LivenessProbe([func("linear"), module("0")])
+    with probe.watch(model), grad_health(model):
+        traced: Any = torch.jit.trace(model, (X,), check_trace=False)
+        exported = torch.export.export(model, (X,))
+    kinds = [[node.kind() for node in program.inlined_graph.nodes()] for program in (expected, traced)]
+    assert kinds[0] == kinds[1]
+    assert "aten::linear" in kinds[0]
+    assert [node.name for node in exported.graph.nodes if node.op == "call_function"] == ["linear"]
+    assert (probe.num_forwards, probe.facts()) == (0, ())
+    assert any(entry.reason.startswith("traced: by torch.jit.trace") for entry in probe.unavailable)
+
+
+def test_what_transforms_compute_has_no_values():
+    """Inside ``torch.func`` a tensor stands for many."""
+    model, probe = mlp(depth=1), LivenessProbe([func("linear")])
+    with probe.watch(model):
+        torch.func.vmap(model)(X)
+    (entry,) = probe.unavailable
+    assert entry.reason == "unsupported_layout: inside a torch.func transform"
+
+
+def test_copies_of_a_watched_model_are_not_watched():
+    """They have hooks that do nothing, and the model can be saved."""
+    model, probe = mlp(), LivenessProbe([func("linear"), module("0")])
+    with probe.watch(model):
+        copied = copy.deepcopy(model)
+        pickle.loads(pickle.dumps(model))(X)
+        copied(X)
+        model(X)
+    assert probe.num_forwards == 1
 
 
 def test_sites_are_bounded(monkeypatch):

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from torchinstruments.checks.grad_audit import GradHealth, grad_health
     from torchinstruments.checks.grad_rows import GradHealthRow
     from torchinstruments.checks.health_findings import HealthFinding
-    from torchinstruments.checks.param_audit import ParamHealth, ParamHealthRow, param_health
+    from torchinstruments.checks.param_audit import param_health
+    from torchinstruments.checks.param_rows import ParamHealth, ParamHealthRow
     from torchinstruments.checks.probes.liveness import LivenessFacts, LivenessProbe
     from torchinstruments.checks.probes.ranges import RangeFacts, RangeProbe
     from torchinstruments.checks.probes.selectors import func, module
@@ -50,8 +51,8 @@ _HOMES = {
     "GradientStage": "checks.findings",
     "CheckWarning": "checks.findings",
     "param_health": "checks.param_audit",
-    "ParamHealth": "checks.param_audit",
-    "ParamHealthRow": "checks.param_audit",
+    "ParamHealth": "checks.param_rows",
+    "ParamHealthRow": "checks.param_rows",
     "grad_health": "checks.grad_audit",
     "GradHealth": "checks.grad_audit",
     "GradHealthRow": "checks.grad_rows",

@@ -36,7 +36,7 @@ from torchinstruments.checks.reading import Column, Reading
 from torchinstruments.checks.registration import names_of, positive_of
 from torchinstruments.config import UNSET
 from torchinstruments.errors import CheckLifecycleError, ConfigurationError
-from torchinstruments.observe.engine import graph_task, is_capturing_graph, is_in_backward
+from torchinstruments.observe.engine import graph_task, is_capturing_graph, is_in_backward, tracing
 from torchinstruments.observe.fused import FusedRegion
 from torchinstruments.observe.hooks import GradientHook, take_out
 from torchinstruments.observe.leaves import tensors_in
@@ -229,7 +229,7 @@ class GradHealth:
 
     def observe(self, layer: Layer, output: object) -> None:
         """Has the gradients of an output watched; it never raises (training thread, hot path)."""
-        if self._state != "watching" or is_in_backward():
+        if self._state != "watching" or is_in_backward() or tracing():
             return
         try:
             self._num_calls[layer.index] += 1

@@ -25,7 +25,7 @@ from torchinstruments.checks.probes.function_mode import (
 )
 from torchinstruments.checks.probes.selectors import FunctionSelector, ModuleSelector, Selector
 from torchinstruments.errors import CheckLifecycleError, ConfigurationError
-from torchinstruments.observe.engine import is_capturing_graph, is_in_backward
+from torchinstruments.observe.engine import is_capturing_graph, is_in_backward, tracing
 from torchinstruments.observe.fused import FusedRegion
 from torchinstruments.observe.leaves import tensors_in
 from torchinstruments.observe.root import RootWatch
@@ -265,6 +265,9 @@ class _Watch:
             return
         if is_in_backward():
             return
+        if tracer := tracing():
+            self._probe.note(f"traced: by {tracer}, which records and computes no values", "(model)")
+            return
         self._depth += 1
         if self._depth == 1:
             self._ordinals.clear()
@@ -273,7 +276,7 @@ class _Watch:
 
     def root_ended(self, module: nn.Module, output: object) -> None:  # noqa: ARG002 - a seam
         """Takes the end of a forward (training thread, hot path)."""
-        if not self._is_own() or is_in_backward() or self._depth == 0:
+        if not self._is_own() or is_in_backward() or self._depth == 0 or tracing():
             return
         self._depth -= 1
         if self._depth == 0:
