@@ -61,6 +61,7 @@ def look(kind: str) -> dict[str, Any]:
             "arrived": {row.module: row.num_arrived for row in gradients.rows},
             "codes": sorted({finding.code for finding in ranges.findings}),
             "linears": len(liveness.facts()),
+            "scopes": {one.site: one.scope.value for one in (*liveness.facts(), *ranges.facts())},
         }
 
 
@@ -82,6 +83,9 @@ def test_audits_and_probes_of_spread_models_look_at_this_ranks_part(rank_pool: R
             assert found["linears"] == (2 if kind == "tensor_parallel" else 3), kind
             assert ("partial_placement" in found["errors"]) == (kind == "tensor_parallel")
             assert "gradient_nonfinite" in found["flags"]["0"], kind
+            # The columns of the parallel layer are spread; everything else that a layer puts out is whole.
+            spread = {site for site, scope in found["scopes"].items() if scope == "local_shard"}
+            assert spread == ({"2:linear"} if kind == "tensor_parallel" else set()), (kind, found["scopes"])
         scopes = [found["scope"] for found in ranks]
         num_values = [found["num_values"] for found in ranks]
         if kind == "ddp":

@@ -165,9 +165,12 @@ def scan(tensor: torch.Tensor, bounds: Bounds = (None, None)) -> DeviceScan:
     """
     distinct, repeats = without_repeats(tensor)
     pieces = [_scan_piece(piece, bounds) for piece in flat_pieces(distinct, _PIECE)]
-    counts = torch.stack([piece[0] for piece in pieces]).sum(0) * repeats
-    low = torch.stack([piece[1] for piece in pieces]).amin()
-    high = torch.stack([piece[2] for piece in pieces]).amax()
+    counts, low, high = pieces[0]
+    if len(pieces) > 1:
+        counts = torch.stack([piece[0] for piece in pieces]).sum(0)
+        low = torch.stack([piece[1] for piece in pieces]).amin()
+        high = torch.stack([piece[2] for piece in pieces]).amax()
+    counts = counts if repeats == 1 else counts * repeats
     wide = accumulation_dtype(tensor.device) if low.dtype.is_floating_point else torch.int64
     return DeviceScan(
         counts, low.to(wide), high.to(wide), tensor.numel(), is_unsigned=tensor.dtype is torch.uint64
@@ -287,9 +290,8 @@ def _by_bits(piece: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return none, none
     sign_free = (1 << (8 * piece.itemsize - 1)) - 1
     bits = torch.bitwise_and(piece.view(_INTEGER_OF_SIZE[piece.itemsize]), sign_free)
-    is_zero = bits == 0
-    is_below_normal = bits < (1 << fraction_bits)
-    return is_zero.sum(), torch.logical_and(is_below_normal, torch.logical_not(is_zero)).sum()
+    num_zero = (bits == 0).sum()
+    return num_zero, (bits < (1 << fraction_bits)).sum() - num_zero
 
 
 def _outside(entries: torch.Tensor, bounds: Bounds) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from torchinstruments.checks.probes.selectors import Selector, selectors_of
 from torchinstruments.checks.probes.watching import Probe
 from torchinstruments.checks.tensor_scan import read, scan
 from torchinstruments.errors import ConfigurationError
+from torchinstruments.records import Scope
 from torchinstruments.statistics.device import accumulation_dtype, working_dtype
 
 __all__ = ["MAX_UNITS", "LivenessFacts", "LivenessProbe"]
@@ -34,6 +35,7 @@ class LivenessFacts:
     Attributes:
         site: Its label.
         selector: What it was selected by, as written.
+        scope: What the numbers cover.
         num_seen: Tensors that were looked at.
         num_forwards: Watched forwards that they came from.
         num_values: Their values.
@@ -50,6 +52,7 @@ class LivenessFacts:
 
     site: str
     selector: str
+    scope: Scope
     num_seen: int
     num_forwards: int
     num_values: int
@@ -172,7 +175,7 @@ class LivenessProbe(Probe[_LivenessSite]):
         numbers = read([site.packed() for _, site in sites])
         return tuple(
             [
-                _facts(str(selector), label, site, own)
+                _facts(str(selector), label, self.scope_of(selector, label), site, own)
                 for ((selector, label), site), own in zip(sites, numbers, strict=True)
             ]
         )
@@ -210,7 +213,9 @@ class LivenessProbe(Probe[_LivenessSite]):
         return "\n".join(lines)
 
 
-def _facts(selector: str, label: str, site: _LivenessSite, numbers: Sequence[int]) -> LivenessFacts:
+def _facts(
+    selector: str, label: str, scope: Scope, site: _LivenessSite, numbers: Sequence[int]
+) -> LivenessFacts:
     """Returns what was seen at a site."""
     num_zero, num_nonfinite, num_zero_last = numbers
     max_abs = float(site.max_abs().item())
@@ -225,6 +230,7 @@ def _facts(selector: str, label: str, site: _LivenessSite, numbers: Sequence[int
     return LivenessFacts(
         site=label,
         selector=selector,
+        scope=scope,
         num_seen=site.num_seen,
         num_forwards=site.num_forwards,
         num_values=site.num_values,

@@ -15,6 +15,7 @@ from torchinstruments.checks.probes.watching import Probe
 from torchinstruments.checks.registration import bounds_of, flag_of
 from torchinstruments.checks.tensor_scan import Bounds, DeviceScan, Scanned, merged, read, scan
 from torchinstruments.errors import ConfigurationError
+from torchinstruments.records import Scope
 
 __all__ = ["RangeFacts", "RangeProbe"]
 
@@ -31,6 +32,7 @@ class RangeFacts:
     Attributes:
         site: Its label.
         selector: What it was selected by, as written.
+        scope: What the numbers cover.
         low: Lower bound, part of the range; None for an open side.
         high: Upper bound.
         negate: Whether the range is one to be left.
@@ -42,6 +44,7 @@ class RangeFacts:
 
     site: str
     selector: str
+    scope: Scope
     low: float | None
     high: float | None
     negate: bool
@@ -162,6 +165,7 @@ class RangeProbe(Probe[_RangeSite]):
                 RangeFacts(
                     site=label,
                     selector=str(selector),
+                    scope=self.scope_of(selector, label),
                     low=low,
                     high=high,
                     negate=self._negate,

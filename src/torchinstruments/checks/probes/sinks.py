@@ -21,6 +21,7 @@ from torchinstruments.checks.probes.selectors import Selector, selectors_of
 from torchinstruments.checks.probes.watching import Probe
 from torchinstruments.checks.registration import positive_of
 from torchinstruments.errors import ConfigurationError
+from torchinstruments.records import Scope
 from torchinstruments.statistics.device import accumulation_dtype
 
 __all__ = [
@@ -97,6 +98,7 @@ class SinkFacts:
     Attributes:
         site: Its label.
         selector: What it was selected by, as written.
+        scope: What the numbers cover.
         kind: ``attention`` or ``residual``.
         num_seen: Tensors that were looked at.
         num_rows: Queries, or positions of the stream, over all of them.
@@ -112,6 +114,7 @@ class SinkFacts:
 
     site: str
     selector: str
+    scope: Scope
     kind: str
     num_seen: int
     num_rows: int
@@ -287,22 +290,24 @@ class SinkProbe(Probe[_SinkSite]):
     def _scored(self) -> list[tuple[SinkFacts, list[SinkHead], list[OutlierDim]]]:
         """Returns facts, sinks and outliers of each site."""
         return [
-            self._of_attention(str(selector), label, site)
+            self._of_attention(selector, label, site)
             if site.kind == _ATTENTION
-            else self._of_residual(str(selector), label, site)
+            else self._of_residual(selector, label, site)
             for (selector, label), site in self._sites.items()
             if site.num_seen
         ]
 
     def _of_attention(
-        self, selector: str, label: str, site: _SinkSite
+        self, selector: Selector, label: str, site: _SinkSite
     ) -> tuple[SinkFacts, list[SinkHead], list[OutlierDim]]:
         """Scores the heads of a site."""
-        sums = site.attention
+        sums, scope = site.attention, self.scope_of(selector, label)
         skipped = site.skipped or _unlike_probabilities(sums)
         if skipped or sums is None:
             return (
-                SinkFacts(label, selector, _ATTENTION, site.num_seen, site.num_rows, skipped=skipped),
+                SinkFacts(
+                    label, str(selector), scope, _ATTENTION, site.num_seen, site.num_rows, skipped=skipped
+                ),
                 [],
                 [],
             )
@@ -328,7 +333,8 @@ class SinkProbe(Probe[_SinkSite]):
                 heads.append(SinkHead(label, head, strongest, masses[strongest]))
         facts = SinkFacts(
             label,
-            selector,
+            str(selector),
+            scope,
             _ATTENTION,
             site.num_seen,
             site.num_rows,
@@ -340,9 +346,10 @@ class SinkProbe(Probe[_SinkSite]):
         return facts, heads, []
 
     def _of_residual(
-        self, selector: str, label: str, site: _SinkSite
+        self, selector: Selector, label: str, site: _SinkSite
     ) -> tuple[SinkFacts, list[SinkHead], list[OutlierDim]]:
         """Scores the features of a site."""
+        scope = self.scope_of(selector, label)
         totals: list[float] = [] if site.magnitudes is None else site.magnitudes.tolist()
         typical = statistics.median(totals) if totals else 0.0
         skipped = site.skipped
@@ -353,7 +360,9 @@ class SinkProbe(Probe[_SinkSite]):
             skipped = "median_is_zero: more than half of the features are zero throughout"
         if skipped:
             return (
-                SinkFacts(label, selector, _RESIDUAL, site.num_seen, site.num_rows, skipped=skipped),
+                SinkFacts(
+                    label, str(selector), scope, _RESIDUAL, site.num_seen, site.num_rows, skipped=skipped
+                ),
                 [],
                 [],
             )
@@ -365,7 +374,8 @@ class SinkProbe(Probe[_SinkSite]):
         ]
         facts = SinkFacts(
             label,
-            selector,
+            str(selector),
+            scope,
             _RESIDUAL,
             site.num_seen,
             site.num_rows,

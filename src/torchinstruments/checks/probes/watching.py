@@ -75,6 +75,7 @@ class Probe(Generic[_SiteT]):
     def __init__(self, selectors: Sequence[Selector]) -> None:
         self._selectors = tuple(selectors)
         self._sites: dict[tuple[Selector, str], _SiteT] = {}
+        self._scopes: dict[tuple[Selector, str], Scope] = {}
         self._num_matched: Counter[Selector] = Counter()
         self._reasons: dict[str, Counter[str]] = {}
         self._num_forwards = 0
@@ -177,8 +178,8 @@ class Probe(Generic[_SiteT]):
             if local.numel() == 0:
                 self.note(Reason.EMPTY.value, label)
                 return
-            if scope is not Scope.LOCAL:
-                self.note(scope.value, label)
+            if self._scopes.setdefault(key, scope) is not scope:
+                self._scopes[key] = Scope.UNKNOWN
             if key not in self._sites:
                 self._sites[key] = self.new_site(selector, label)
             self._sites[key].take(local, self._num_forwards)
@@ -186,6 +187,10 @@ class Probe(Generic[_SiteT]):
     def forward_ended(self) -> None:
         """Counts a watched forward (training thread)."""
         self._num_forwards += 1
+
+    def scope_of(self, selector: Selector, label: str) -> Scope:
+        """Returns what the numbers of a site cover: all of its tensors, or this rank's part of them."""
+        return self._scopes.get((selector, label), Scope.LOCAL)
 
     @property
     def selectors(self) -> tuple[Selector, ...]:
