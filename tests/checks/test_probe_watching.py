@@ -106,6 +106,7 @@ def test_an_unwatched_forward_pays_for_nothing():
         model(X)
         assert _get_current_function_mode_stack() == []
         nn.functional.linear(X, model[0].weight)
+        model[0](X)
     assert leftovers(model) == []
     model(X)
     assert [one.num_seen for one in probe.facts()] == [1, 1, 1]
