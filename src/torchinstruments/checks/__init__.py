@@ -27,6 +27,15 @@ if TYPE_CHECKING:
         Severity,
         Unavailable,
     )
+    from torchinstruments.checks.grad_audit import GradHealth, grad_health
+    from torchinstruments.checks.grad_rows import GradHealthRow
+    from torchinstruments.checks.health_findings import HealthFinding
+    from torchinstruments.checks.param_audit import param_health
+    from torchinstruments.checks.param_rows import ParamHealth, ParamHealthRow
+    from torchinstruments.checks.probes.liveness import LivenessFacts, LivenessProbe
+    from torchinstruments.checks.probes.ranges import RangeFacts, RangeProbe
+    from torchinstruments.checks.probes.selectors import func, module
+    from torchinstruments.checks.probes.sinks import OutlierDim, SinkFacts, SinkHead, SinkProbe
     from torchinstruments.checks.report import CheckReport
     from torchinstruments.checks.session import ChecksSession
     from torchinstruments.errors import CheckLifecycleError, CheckViolationError
@@ -41,6 +50,23 @@ _HOMES = {
     "Attribution": "checks.findings",
     "GradientStage": "checks.findings",
     "CheckWarning": "checks.findings",
+    "param_health": "checks.param_audit",
+    "ParamHealth": "checks.param_rows",
+    "ParamHealthRow": "checks.param_rows",
+    "grad_health": "checks.grad_audit",
+    "GradHealth": "checks.grad_audit",
+    "GradHealthRow": "checks.grad_rows",
+    "HealthFinding": "checks.health_findings",
+    "func": "checks.probes.selectors",
+    "module": "checks.probes.selectors",
+    "RangeProbe": "checks.probes.ranges",
+    "RangeFacts": "checks.probes.ranges",
+    "LivenessProbe": "checks.probes.liveness",
+    "LivenessFacts": "checks.probes.liveness",
+    "SinkProbe": "checks.probes.sinks",
+    "SinkFacts": "checks.probes.sinks",
+    "SinkHead": "checks.probes.sinks",
+    "OutlierDim": "checks.probes.sinks",
     "CheckViolationError": "errors",
     "CheckLifecycleError": "errors",
 }
@@ -55,6 +81,23 @@ __all__ = [
     "Attribution",
     "GradientStage",
     "CheckWarning",
+    "param_health",
+    "ParamHealth",
+    "ParamHealthRow",
+    "grad_health",
+    "GradHealth",
+    "GradHealthRow",
+    "HealthFinding",
+    "func",
+    "module",
+    "RangeProbe",
+    "RangeFacts",
+    "LivenessProbe",
+    "LivenessFacts",
+    "SinkProbe",
+    "SinkFacts",
+    "SinkHead",
+    "OutlierDim",
     "CheckViolationError",
     "CheckLifecycleError",
 ]

@@ -3,7 +3,7 @@
 Telemetry that issues a collective hangs a job in which one rank does not observe. The guard patches the
 public functions of `torch.distributed`, the functional collectives, and the methods of c10d's process groups,
 and looks at the stack of each call: the nearest frame of this package makes it forbidden. What a wrapped
-scaler method, or a stand-in of a module's call or forward, passes on is the program's own.
+scaler method, a stand-in of a module's call or forward, or a function mode passes on is the program's own.
 """
 
 import functools
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchinstruments.checks.probes.function_mode import FunctionWatch
 from torchinstruments.checks.stepping import WatchedClosure
 from torchinstruments.observe.direct import ForwardOverride
 from torchinstruments.observe.slots import CallSlot
@@ -48,6 +49,7 @@ _PASSES_ON = (
     CallSlot._run_below.__code__,  # noqa: SLF001 - a fact about the package that is guarded
     ForwardOverride._run.__code__,  # noqa: SLF001 - the same
     WatchedClosure.__call__.__code__,
+    FunctionWatch._pass_on.__code__,  # noqa: SLF001 - the same
 )
 # `P2POp` and what runs it know these functions by identity. They are caught in the group's methods below.
 _KNOWN_BY_IDENTITY = ("isend", "irecv")

@@ -1,0 +1,1 @@
+"""Probes of a model's activations while it runs: ranges, zeros, attention sinks and outlier dimensions."""
