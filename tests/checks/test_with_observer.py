@@ -1,5 +1,6 @@
 """A session beside an observer of the same model: one clock, and a document in the observer's folder."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ import torch
 from torch.optim import SGD, AdamW
 
 from checks.training import batch, mlp, poisoned, scaler, train
+from merge.schema_checks import problems
 from torchinstruments import AlwaysSampler, inject_observer, open_run, remove_observer
 from torchinstruments.checks import ChecksSession, CheckViolationError
+from torchinstruments.store.json_schemas import json_schema
 
 
 def _document(folder: Path) -> dict[str, Any]:
@@ -73,6 +76,47 @@ def test_what_is_raised_is_on_storage_first(observed):
         assert kept["findings"][0]["names"] == ["1.bias"]
         assert kept["finalized_reason"] == "violation"
     assert _document(folder)["rank"] == 0
+
+
+def test_the_document_has_the_shape_of_its_schema(observed):
+    """With every check on and findings of several kinds; a finding is described once for both schemas."""
+    model, folder = observed
+    session = ChecksSession(model, clip_norm=1.0)
+    session.register_nonfinite_grad_check()
+    session.register_nonfinite_param_check()
+    session.register_change_check(action="collect")
+    session.register_update_ratio_check()
+    session.register_frozen_check(["0.weight"], action="collect")
+    session.register_magnitude_check(every=1_000)
+    with session:
+        train(model, steps=4, grad_scaler=scaler(), overflows=(1,))
+    remove_observer(model)
+    document = _document(folder)
+    assert problems("checks", document) == []
+    (kept,) = document["sessions"]
+    assert kept["findings"]
+    assert kept["finalized_reason"] == "scope_exit"
+    assert problems("checks", document | {"sessions": [kept | {"more": 1}]})
+    schemas: Any = [json_schema("checks"), json_schema("result")]
+    finding = schemas[0]["$defs"]["finding"]
+    assert set(finding["properties"]) == set(kept["findings"][0])
+    assert schemas[1]["$defs"]["finding"] == finding
+
+
+def test_the_document_says_how_the_session_ended(observed):
+    """By an exception, or by hand; while it goes on it is running."""
+    model, folder = observed
+    session = ChecksSession(model, scaler=None)
+    session.register_change_check(action="collect")
+    with contextlib.suppress(KeyError), session:
+        train(model, steps=1)
+        raise KeyError
+    session.attach()
+    train(model, steps=1)
+    session.detach()
+    remove_observer(model)
+    reasons = [one["finalized_reason"] for one in _document(folder)["sessions"]]
+    assert reasons == ["exception_exit", "detached"]
 
 
 def test_an_observer_that_ends_first_takes_the_report(observed):

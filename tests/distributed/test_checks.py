@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from merge.schema_checks import folder_problems
 from torchinstruments import AlwaysSampler, inject_observer, merge_run, remove_observer
 from torchinstruments.checks import ChecksSession, CheckViolationError
 from torchinstruments.testing.collectives import no_collectives
@@ -189,9 +190,12 @@ def test_the_merge_names_the_rank_that_alone_saw_a_finding(rank_pool, tmp_path):
     rank_pool.run(_observed_nan, str(tmp_path))
     found = merge_run(str(tmp_path)).result["findings"]
     assert isinstance(found, dict)
-    assert found["ranks_with_checks"] == [0, 1]
+    assert (found["ranks_with_checks"], found["ranks_without_checks"]) == ("0-1", "")
     (kind,) = [one for one in found["by_code"] if one["code"] == "param_grad_nonfinite"]
-    assert (kind["ranks"], kind["ranks_that_did_not_see_it"]) == ([1], [0])
+    assert (kind["ranks"], kind["ranks_that_did_not_see_it"]) == ("1", "0")
+    assert (kind["first"]["rank"], kind["first"]["attempt"]) == (1, 1)
     assert kind["first"]["finding"]["attempt"] == 1
     assert kind["by_rank"][0]["names"] == ["used.weight"]
-    assert found["checks_run"]["nonfinite_grad"] == [0, 1]
+    assert found["checks_run"]["nonfinite_grad"] == "0-1"
+    assert found["finalized"] == {"scope_exit": "0-1"}
+    assert folder_problems(tmp_path)["checks"] == []

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchinstruments.records import Counters, GenerationRecord, Member, ModuleRecord, RunRecord
 from torchinstruments.store import layout, schema
 from torchinstruments.store.catalog import ModuleCatalog
+from torchinstruments.store.checks import ChecksDocument
 from torchinstruments.store.manifest import Manifest, TableState, encode_document
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -197,6 +199,24 @@ class RunFolder:
             modules=tuple(modules),
         )
         self.write(layout.modules_file(self.folder(rank), process), encode_document(catalog))
+
+    def checks(
+        self,
+        rank: int,
+        sessions: Sequence[Mapping[str, object]],
+        process: str = "0000000a",
+        generation: int = 0,
+    ) -> None:
+        """Writes what training checks found, an entry a session."""
+        document = ChecksDocument(
+            schema_version=schema.SCHEMA_VERSION,
+            run_id=self.run_id,
+            generation=generation,
+            rank=rank,
+            process=process,
+            sessions=tuple([msgspec.Raw(msgspec.json.encode(one)) for one in sessions]),
+        )
+        self.write(layout.checks_file(self.folder(rank), process), encode_document(document))
 
     def history(
         self,

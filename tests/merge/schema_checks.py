@@ -32,7 +32,9 @@ def kind_of(path: Path) -> str:
         return "result" if path.parent.name == "merged" else "rank_result"
     if path.parent.name == "generations":
         return "generation"
-    return {"run": "run", "process": "manifest", "modules": "modules"}[path.stem.partition("-")[0]]
+    return {"run": "run", "process": "manifest", "modules": "modules", "checks": "checks"}[
+        path.stem.partition("-")[0]
+    ]
 
 
 def refuse(name: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from merge.run_folder import START, RunFolder, process_of, whole_run
 from merge.schema_checks import field_names, problems
+from torchinstruments.checks import Action, Finding, Severity
 from torchinstruments.merge.comparison_blocks import COMPARISON_SCHEMA
 from torchinstruments.merge.engine import merge_run
 from torchinstruments.merge.entries import SUMMARY_SCHEMA
@@ -46,6 +47,10 @@ def result(tmp_path: Path) -> dict[str, Any]:
     lost = {"history": TableState(next_part=4)}
     run.manifest(0, process_of(0), errors=(error,), counters=Counters(errors={"reducer": 1}), tables=lost)
     run.manifest(1, "000000f1")
+    missing = {"check": "change", "reason": "no_hook_fired: flat", "names": ["fc.weight"]}
+    seen = [Finding("frozen", "frozen_param_changed", Severity.CRITICAL, Action.COLLECT, "changed").to_dict()]
+    report = {"findings": seen, "checks_run": ["frozen"], "unavailable": [missing]}
+    run.checks(1, [report | {"finalized_reason": "scope_exit"}], process_of(1))
     run.samples(2, [{"sample_id": 9, "rank": 7}], process_of(2))
     found: Any = merge_run(run.url).result
     return found
@@ -65,6 +70,7 @@ DOCUMENTS = {
     "generation": "generations/NNN.json",
     "manifest": "process-*.json",
     "modules": "modules-*.json",
+    "checks": "checks-*.json",
     "rank_result": "result.json of a rank",
     "comparison": "Two runs",
 }
@@ -75,8 +81,9 @@ def test_every_field_of_a_section_is_on_the_page(section: str) -> None:
     """Each field that the schema allows stands in the part of the page that has the section's name."""
     schema: Any = json_schema("result")
     allowed = set(field_names(schema["properties"][section], schema["$defs"]))
-    if section == "layers":
-        allowed -= set(field_names(schema["$defs"]["summary"], schema["$defs"]))  # told once, of a rank
+    for told_of_a_rank, name in (("layers", "summary"), ("findings", "finding")):
+        if section == told_of_a_rank:
+            allowed -= set(field_names(schema["$defs"][name], schema["$defs"]))
     assert len(allowed) > 5
     assert allowed - named_in(section) == set()
 

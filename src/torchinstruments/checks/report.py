@@ -28,7 +28,8 @@ class CheckReport:
         ledgers: ``scale``, ``clip`` and ``watchdog``.
         coverage: Which parameters are watched.
         counters: What was counted.
-        finalized_reason: ``on_demand``, ``scope_exit``, ``exception_exit`` or ``violation``.
+        finalized_reason: ``on_demand``, ``scope_exit``, ``exception_exit`` or ``violation``; in the document
+            that an observer keeps also ``running`` or ``detached``.
         schema_version: Of `to_dict`.
     """
 

@@ -184,6 +184,9 @@ class ChecksSession(Registrars):
 
     def detach(self) -> None:
         """Leaves no hook and no copy of a parameter. Idempotent."""
+        self._detach("detached")
+
+    def _detach(self, reason: str) -> None:
         visitor = self._visitor
         if visitor is None:
             return
@@ -198,7 +201,7 @@ class ChecksSession(Registrars):
         visitor.forget()
         self._last_visitor, self._visitor = visitor, None
         if self._shared is not None:
-            self._keep_report()
+            self._keep_report(reason)
             self._shared = None
 
     def __enter__(self) -> Self:
@@ -211,8 +214,9 @@ class ChecksSession(Registrars):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Detaches, and keeps the report as `final_report`, after an exception too."""
-        self.detach()
-        self._final_report = self._make_report("scope_exit" if kind is None else "exception_exit")
+        reason = "scope_exit" if kind is None else "exception_exit"
+        self._detach(reason)
+        self._final_report = self._make_report(reason)
 
     @property
     def final_report(self) -> CheckReport | None:
@@ -402,12 +406,12 @@ class ChecksSession(Registrars):
                 self._store.add_unavailable("session", "report_not_durable: the store did not answer in time")
         return report.to_dict()
 
-    def _keep_report(self) -> None:
+    def _keep_report(self, reason: str = "running") -> None:
         """Leaves what is known for the observer's folder (training thread)."""
         if self._shared is not None:
             self._kept_s = time.monotonic()
             self._num_kept = sum(self._store.num_findings().values())
-            self._shared.keep(self._make_report("running").to_json(indent=None).encode())
+            self._shared.keep(self._make_report(reason).to_json(indent=None).encode())
 
     def _take_closed(self, closed: Sequence[ClosedAttempt]) -> None:
         self._ledger.put(closed)

@@ -8,13 +8,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchinstruments.store.checks import FoundChecks
+from torchinstruments.merge.rank_sets import ranks_text
+from torchinstruments.store.checks import FoundChecks, SessionReport
 
-__all__ = ["CheckFindingsFold"]
+__all__ = ["MAX_SHOWN", "MAX_SHOWN_RANKS", "CheckFindingsFold"]
+
+MAX_SHOWN = 100
+"""Kinds of findings, and of what was unavailable, that are shown; further ones are counted."""
+
+MAX_SHOWN_RANKS = 16
+"""Ranks of one kind of finding of which more than their number is shown."""
 
 _SEVERITIES = ("critical", "warning", "info")
 _MAX_NAMES = 20
 _LAST = 2**63
+
+_When = tuple[int, int, int]
 
 
 @dataclass(slots=True)
@@ -22,26 +31,57 @@ class _OfRank:
     """One kind of finding on one rank.
 
     Attributes:
+        when: Generation and attempt of the first, and the rank.
+        process: Which process of the rank that was.
         num_findings: How many are in its reports.
         names: Parameters, at most `_MAX_NAMES`.
-        first: The one of the lowest attempt.
-        process: Which process of the rank that was.
     """
 
+    when: _When
+    process: str
     num_findings: int = 0
     names: dict[str, None] = field(default_factory=dict)
-    first: Mapping[str, Any] | None = None
-    process: str = ""
+
+
+@dataclass(slots=True)
+class _Kind:
+    """One kind of finding on all ranks.
+
+    Attributes:
+        first: The first of all, as its rank's report has it.
+        when: Its generation, attempt and rank.
+        ranks: Rank to what it saw.
+    """
+
+    first: Mapping[str, Any]
+    when: _When
+    ranks: dict[int, _OfRank] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Unavailable:
+    """What could not be looked at for one reason.
+
+    Attributes:
+        detail: What the lowest rank says behind the reason's code.
+        names: The parameters that this rank means, at most `_MAX_NAMES`.
+        ranks: Those that say so, ascending.
+    """
+
+    detail: str
+    names: tuple[str, ...]
+    ranks: dict[int, None] = field(default_factory=dict)
 
 
 class CheckFindingsFold:
     """Takes the reports of all ranks, one rank after the other."""
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple[str, str, str], dict[int, _OfRank]] = {}
-        self._unavailable: dict[tuple[str, str], dict[int, None]] = {}
+        self._kinds: dict[tuple[str, str, str], _Kind] = {}
+        self._unavailable: dict[tuple[str, str], _Unavailable] = {}
         self._run: dict[str, dict[int, None]] = {}
-        self._truncated: dict[int, int] = {}
+        self._ended: dict[str, dict[int, None]] = {}
+        self._not_kept: dict[int, int] = {}
         self._with_checks: list[int] = []
         self._without_checks: list[int] = []
 
@@ -51,70 +91,101 @@ class CheckFindingsFold:
         for document in documents:
             for session in document.sessions:
                 for finding in session.findings:
-                    self._add_finding(rank, document.process, finding)
-                for entry in session.unavailable:
-                    key = str(entry.get("check", "")), str(entry.get("reason", ""))
-                    self._unavailable.setdefault(key, {})[rank] = None
-                for name in session.checks_run:
-                    self._run.setdefault(name, {})[rank] = None
-                truncated = session.counters.get("truncated_findings")
-                if isinstance(truncated, Mapping):
-                    lost = sum(number for number in truncated.values() if isinstance(number, int))
-                    self._truncated[rank] = self._truncated.get(rank, 0) + lost
+                    self._add_finding(rank, document, finding)
+                self._add_session(rank, session)
 
     def record(self) -> dict[str, object]:
         """Returns the section."""
+        kinds = sorted(self._kinds, key=self._order)
+        unavailable = sorted(self._unavailable)
         return {
-            "ranks_with_checks": self._with_checks,
-            "ranks_without_checks": self._without_checks,
-            "checks_run": {name: list(ranks) for name, ranks in sorted(self._run.items())},
-            "by_code": [self._kind(key, self._kinds[key]) for key in sorted(self._kinds, key=self._order)],
+            "ranks_with_checks": ranks_text(self._with_checks),
+            "ranks_without_checks": ranks_text(self._without_checks),
+            "checks_run": {name: ranks_text(ranks) for name, ranks in sorted(self._run.items())},
+            "finalized": {reason: ranks_text(ranks) for reason, ranks in sorted(self._ended.items())},
+            "by_code": [self._kind(key, self._kinds[key]) for key in kinds[:MAX_SHOWN]],
+            "codes_left_out": max(0, len(kinds) - MAX_SHOWN),
             "unavailable": [
-                {"check": check, "reason": reason, "ranks": list(ranks)}
-                for (check, reason), ranks in sorted(self._unavailable.items())
+                {
+                    "check": check,
+                    "reason": reason,
+                    "detail": self._unavailable[check, reason].detail,
+                    "names": list(self._unavailable[check, reason].names),
+                    "ranks": ranks_text(self._unavailable[check, reason].ranks),
+                }
+                for check, reason in unavailable[:MAX_SHOWN]
             ],
-            "findings_not_kept": {str(rank): number for rank, number in self._truncated.items() if number},
+            "unavailable_left_out": max(0, len(unavailable) - MAX_SHOWN),
+            "findings_not_kept": sum(self._not_kept.values()),
+            "ranks_with_findings_not_kept": ranks_text(self._not_kept),
         }
 
-    def _add_finding(self, rank: int, process: str, finding: Mapping[str, Any]) -> None:
+    def _add_session(self, rank: int, session: SessionReport) -> None:
+        for entry in session.unavailable:
+            code, _, detail = str(entry.get("reason", "")).partition(":")
+            key = str(entry.get("check", "")), code
+            if key not in self._unavailable:
+                names = tuple([str(name) for name in entry.get("names", ())][:_MAX_NAMES])
+                self._unavailable[key] = _Unavailable(detail.strip(), names)
+            self._unavailable[key].ranks[rank] = None
+        for name in session.checks_run:
+            self._run.setdefault(name, {})[rank] = None
+        if session.finalized_reason:
+            self._ended.setdefault(session.finalized_reason, {})[rank] = None
+        truncated = session.counters.get("truncated_findings")
+        if isinstance(truncated, Mapping):
+            lost = sum(number for number in truncated.values() if isinstance(number, int))
+            if lost:
+                self._not_kept[rank] = self._not_kept.get(rank, 0) + lost
+
+    def _add_finding(self, rank: int, document: FoundChecks, finding: Mapping[str, Any]) -> None:
         key = str(finding.get("severity", "")), str(finding.get("code", "")), str(finding.get("check", ""))
-        one = self._kinds.setdefault(key, {}).setdefault(rank, _OfRank())
+        attempt = finding.get("attempt")
+        # One without an attempt comes after those that have one.
+        when = document.generation, attempt if isinstance(attempt, int) else _LAST, rank
+        kind = self._kinds.setdefault(key, _Kind(finding, when))
+        if when < kind.when:
+            kind.first, kind.when = finding, when
+        one = kind.ranks.setdefault(rank, _OfRank(when, document.process))
         one.num_findings += 1
         for name in finding.get("names", ()):
             if len(one.names) < _MAX_NAMES:
                 one.names[str(name)] = None
-        if one.first is None or _attempt(finding) < _attempt(one.first):
-            one.first, one.process = finding, process
+        if when < one.when:
+            one.when, one.process = when, document.process
 
-    def _kind(self, key: tuple[str, str, str], ranks: Mapping[int, _OfRank]) -> dict[str, object]:
+    def _kind(self, key: tuple[str, str, str], kind: _Kind) -> dict[str, object]:
         severity, code, check = key
-        first_rank = min(ranks, key=lambda rank: (_attempt(ranks[rank].first), rank))
+        earliest = sorted(kind.ranks.values(), key=_when)
         return {
             "code": code,
             "check": check,
             "severity": severity,
-            "ranks": list(ranks),
-            "ranks_that_did_not_see_it": [rank for rank in self._with_checks if rank not in ranks],
-            "first": {"rank": first_rank, "finding": ranks[first_rank].first},
+            "ranks": ranks_text(kind.ranks),
+            "ranks_that_did_not_see_it": ranks_text(set(self._with_checks) - kind.ranks.keys()),
+            "first": _place(kind.ranks[kind.when[2]]) | {"finding": kind.first},
             "by_rank": [
-                {
-                    "rank": rank,
-                    "process": one.process,
-                    "num_findings": one.num_findings,
-                    "first_attempt": None if one.first is None else one.first.get("attempt"),
-                    "names": list(one.names),
-                }
-                for rank, one in ranks.items()
+                _place(one) | {"num_findings": one.num_findings, "names": list(one.names)}
+                for one in earliest[:MAX_SHOWN_RANKS]
             ],
+            "ranks_left_out": max(0, len(earliest) - MAX_SHOWN_RANKS),
         }
 
-    def _order(self, key: tuple[str, str, str]) -> tuple[int, int, str, str]:
+    def _order(self, key: tuple[str, str, str]) -> tuple[int, _When, str, str]:
         severity, code, check = key
         grave = _SEVERITIES.index(severity) if severity in _SEVERITIES else len(_SEVERITIES)
-        return grave, min(_attempt(one.first) for one in self._kinds[key].values()), code, check
+        return grave, self._kinds[key].when, code, check
 
 
-def _attempt(finding: Mapping[str, Any] | None) -> int:
-    """Returns the attempt of a finding; those without one come last."""
-    attempt = None if finding is None else finding.get("attempt")
-    return attempt if isinstance(attempt, int) else _LAST
+def _when(one: _OfRank) -> _When:
+    return one.when
+
+
+def _place(one: _OfRank) -> dict[str, object]:
+    generation, attempt, rank = one.when
+    return {
+        "generation": generation,
+        "attempt": None if attempt == _LAST else attempt,
+        "rank": rank,
+        "process": one.process,
+    }

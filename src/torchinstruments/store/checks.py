@@ -35,12 +35,14 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
         unavailable: What could not be looked at.
         checks_run: Names of the checks that have looked at something.
         counters: What was counted, findings that were not kept among it.
+        finalized_reason: ``running``, or how the session ended.
     """
 
     findings: tuple[dict[str, Any], ...] = ()
     unavailable: tuple[dict[str, Any], ...] = ()
     checks_run: tuple[str, ...] = ()
     counters: dict[str, Any] = {}
+    finalized_reason: str = ""
 
 
 class FoundChecks(msgspec.Struct, frozen=True, kw_only=True):

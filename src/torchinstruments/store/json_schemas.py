@@ -17,6 +17,7 @@ SCHEMAS = {
     "generation": "generations/NNN.json",
     "manifest": "process-*.json of a rank",
     "modules": "modules-*.json of a rank",
+    "checks": "checks-*.json of a rank",
     "rank_result": "result.json of a rank",
     "result": "result.json of the merge",
     "comparison": "what `torchinstruments compare --json` prints",
