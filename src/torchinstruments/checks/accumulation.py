@@ -14,13 +14,14 @@ from typing import Protocol
 
 import torch
 from torch._C import _current_graph_task_id as graph_task
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import override
 
 from torchinstruments.checks.inventory import Entry
 from torchinstruments.observe.engine import call_at_end_of_backward
 from torchinstruments.observe.hooks import ParameterHook, take_out
+from torchinstruments.ranks.tracing import runs_for_a_compiler
 from torchinstruments.statistics.isolation import unintercepted
 
 __all__ = ["AccumulationSite", "BackwardListener"]
@@ -63,7 +64,7 @@ class _FireHook(ParameterHook):
 
     @override
     def __call__(self, _parameter: torch.Tensor) -> None:
-        if is_compiling():
+        if is_dynamo_compiling() or runs_for_a_compiler():
             return
         try:
             self._fired[graph_task()].append(self._index)
@@ -90,7 +91,7 @@ class _EarlyHook(ParameterHook):
     def __call__(self, _parameter: torch.Tensor) -> None:
         super().__call__(_parameter)
         site = self._site()
-        if site is not None and not is_compiling():
+        if site is not None and not (is_dynamo_compiling() or runs_for_a_compiler()):
             site.look_early(self._index)
 
 

@@ -295,9 +295,10 @@ class GradHealth:
         if isinstance(found, str):
             target.reason = found
             return
-        (norm,) = norms([found])
+        ((_, norm),) = norms([found])
         num_nonfinite = torch.logical_not(torch.isfinite(found)).sum()
-        target.numbers.append(([norm, (found == 0).sum(), num_nonfinite], found.numel()))
+        numbers = [norm, (found == 0).sum().reshape(1), num_nonfinite.reshape(1)]
+        target.numbers.append((numbers, found.numel()))
 
     def _fail(self, error: Exception) -> None:
         reason = f"hook_error: {type(error).__name__}: {error_text(error)}"[:200]
@@ -308,8 +309,10 @@ class GradHealth:
         """Makes rows and findings (training thread)."""
         with functions_off(), isolated("cpu"):
             reading = Reading()
-            scale = None if self._scale is None else reading.add([self._scale])
-            columns = [[reading.add(numbers) for numbers, _ in target.numbers] for target in self._targets]
+            scale = None if self._scale is None else reading.add_one(self._scale)
+            columns = [
+                [_added(reading, numbers) for numbers, _ in target.numbers] for target in self._targets
+            ]
             owned = [_own_gradients(layer, reading) for layer in self._layers.chosen]
             reading.fetch()
         outputs = [_output(target, own) for target, own in zip(self._targets, columns, strict=True)]
@@ -334,9 +337,9 @@ class GradHealth:
         is_enabled = getattr(self._scaler, "is_enabled", None)
         if callable(is_enabled) and not is_enabled():
             return LossScale(1.0, ScaleProvenance.UNSCALED)
-        if column is None or not column.values[0] > 0:
+        if column is None or not column.first > 0:
             return LossScale(None, ScaleProvenance.UNKNOWN)
-        return LossScale(column.values[0], ScaleProvenance.GRADSCALER)
+        return LossScale(column.first, ScaleProvenance.GRADSCALER)
 
     def _reason_of(self, layer: Layer) -> str:
         """Returns why nothing of a module could be seen."""
@@ -443,6 +446,11 @@ def _checked_scaler(scaler: object) -> object:
     )
 
 
+def _added(reading: Reading, numbers: Sequence[torch.Tensor]) -> Column:
+    """Queues numbers of one element each."""
+    return reading.add([([place], number) for place, number in enumerate(numbers)])
+
+
 def _own_gradients(layer: Layer, reading: Reading) -> tuple[Column, int, int]:
     """Queues the norms of a module's own gradients; returns them, its parameters and those without one."""
     own = [parameter for parameter in layer.module.parameters(recurse=False) if parameter.requires_grad]
@@ -455,7 +463,7 @@ def _own_gradients(layer: Layer, reading: Reading) -> tuple[Column, int, int]:
 def _module(layer: Layer, own: tuple[Column, int, int], num_calls: int, reason: str) -> ModuleFacts:
     """Returns what is known of a module beside its outputs."""
     column, num_parameters, num_without = own
-    norm = math.hypot(*column.values) if column.num_values else math.nan
+    norm = math.hypot(*column.numbers.tolist()) if column.num_values else math.nan
     return ModuleFacts(
         layer=layer.index,
         name=layer.name,
@@ -470,7 +478,7 @@ def _module(layer: Layer, own: tuple[Column, int, int], num_calls: int, reason: 
 
 def _output(target: _Target, columns: Sequence[Column]) -> OutputFacts:
     """Returns what came to an output."""
-    values = [column.values for column in columns]
+    values = [column.numbers.tolist() for column in columns]
     return OutputFacts(
         layer=target.layer.index,
         node=target.node,

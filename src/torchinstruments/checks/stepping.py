@@ -18,6 +18,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from torchinstruments.ranks.tracing import runs_for_a_compiler
+
 __all__ = ["StepSite", "StepVisitor", "WatchedClosure"]
 
 
@@ -78,7 +80,12 @@ class StepSite:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         visitor = self._visitor()
-        if visitor is None or torch.compiler.is_compiling() or os.getpid() != self._pid:
+        if (
+            visitor is None
+            or torch.compiler.is_dynamo_compiling()
+            or runs_for_a_compiler()
+            or os.getpid() != self._pid
+        ):
             return None
         if not visitor.is_own(optimizer):
             return None
@@ -93,7 +100,12 @@ class StepSite:
         return args, {**kwargs, "closure": watched}
 
     def _ended(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or self._running is None or self._running() is not optimizer:
+        if (
+            torch.compiler.is_dynamo_compiling()
+            or runs_for_a_compiler()
+            or self._running is None
+            or self._running() is not optimizer
+        ):
             return
         self._running = None
         visitor = self._visitor()

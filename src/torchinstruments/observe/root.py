@@ -26,6 +26,7 @@ from torchinstruments.observe.fused import may_be_fused
 from torchinstruments.observe.hooks import RootPostHook, RootPreHook, move_to_end, root_pre_hook, take_out
 from torchinstruments.observe.slots import RootSlot, is_slot_free
 from torchinstruments.observe.wrappers import is_compiled_in_place
+from torchinstruments.ranks.tracing import runs_for_a_compiler
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -80,7 +81,7 @@ class StepLook:
 
     def _step_ended(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
         """Takes that a step is over (training or autograd thread, hot path)."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler():
             return
         look = self._look()
         if look is not None:

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from torchinstruments.observe.compiled import CompiledParts
 from torchinstruments.observe.slots import CallSlot
+from torchinstruments.ranks.tracing import runs_for_a_compiler
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -61,7 +62,7 @@ class FunctionWatch(TorchFunctionMode):
     ) -> Any:
         """Runs a call and tells of its result (training thread, hot path)."""
         result = self._pass_on(func, args, kwargs or {})
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_dynamo_compiling() or runs_for_a_compiler()):
             self._receiver.called(func, result)
         return result
 
