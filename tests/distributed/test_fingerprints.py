@@ -164,7 +164,7 @@ def test_a_parameter_that_is_gathered_has_the_fingerprint_of_its_part(four_ranks
     table = fingerprints(tmp_path / "run").filter(pl.col("kind") == "parameter")
     keys = table.group_by("rank").agg(pl.col("replica_key").unique()).sort("rank")
     assert keys["replica_key"].to_list() == [
-        [f"mesh replicate=R shard=S(0)@{rank % 2} ranks={rank % 2},{rank % 2 + 2}"] for rank in range(4)
+        [f"mesh replicate=R shard=S(0)@{rank % 2}/2 ranks={rank % 2},{rank % 2 + 2}"] for rank in range(4)
     ]
     assert set(table.filter(pl.col("tensor") == "0.weight")["shape"]) == {"8x8"}
     flipped = table.filter(pl.col("attempt") == FLIP_BEFORE)
