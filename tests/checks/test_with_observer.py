@@ -119,6 +119,29 @@ def test_the_document_says_how_the_session_ended(observed):
     assert reasons == ["exception_exit", "detached"]
 
 
+def test_every_attempt_of_the_session_counts_and_no_other(observed):
+    """The step before it and the one after it are the observer's alone; the last one is not lost."""
+    model, folder = observed
+    optimizer = train(model, steps=1)
+    grad_scaler = scaler()
+    session = ChecksSession(model)
+    session.register_nonfinite_grad_check()
+    with session:
+        train(model, optimizer, steps=4, micro_batches=2, grad_scaler=grad_scaler, overflows=(1, 3))
+    ledger = session.report().ledgers["scale"]
+    assert (ledger["attempts"], ledger["accepted_steps"], ledger["skipped_attempts"]) == (4, 2, 2)
+    assert (ledger["backoff_events"], ledger["current_scale"]) == (2, 256.0)
+    assert dict(ledger["micro_batches_per_attempt"]) == {"lowest": 2, "highest": 2, "most_frequent": 2}
+    with session:
+        train(model, optimizer, steps=1)
+    ledger = session.report().ledgers["scale"]
+    assert (ledger["attempts"], ledger["accepted_steps"]) == (5, 3)
+    train(model, optimizer, steps=1)
+    remove_observer(model)
+    assert open_run(str(folder)).steps().collect()["attempt"].to_list() == list(range(7))
+    assert [one["ledgers"]["scale"]["attempts"] for one in _document(folder)["sessions"]] == [4, 5]
+
+
 def test_an_observer_that_ends_first_takes_the_report(observed):
     """And the session goes on without it."""
     model, folder = observed

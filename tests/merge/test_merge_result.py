@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from merge.run_folder import RunFolder, process_of
 from torchinstruments import StorageError
+from torchinstruments.checks import Action, Finding, Severity
 from torchinstruments.merge.engine import merge_run
 from torchinstruments.merge.failures import of_rank
 from torchinstruments.merge.result import MergeResult
@@ -42,6 +43,10 @@ def merged(tmp_path: Path) -> MergeResult:
         ]
         bad = {"sample_id": 4, "attempt": 4, "metric": "nonfinite_fraction", "value": float(rank == 3) / 4}
         run.history(rank, [*rows, bad], process)
+    moved = Finding("frozen", "frozen_param_changed", Severity.CRITICAL, Action.RAISE, "seen", ("fc.weight",))
+    for rank in (0, 2):
+        seen = [moved.to_dict() | {"attempt": 4}] if rank else []
+        run.checks(rank, [{"findings": seen, "checks_run": ["frozen"]}], process_of(rank))
     run.write("rank-000/history.parts/part-0000000a-000001.parquet", b"")
     return merge_run(run.url)
 
@@ -70,6 +75,11 @@ def test_typed_answers(merged: MergeResult) -> None:
     widest = merged.widest[0]
     assert (widest.layer, widest.rank, widest.value, widest.attempt) == (NAME, 2, 50.0, 3)
     assert (widest.median_of_ranks, widest.mad_of_ranks, widest.mads) == (0.5, 0.5, 99.0)
+    (found,) = merged.check_findings
+    assert (found.severity, found.code, found.ranks) == ("critical", "frozen_param_changed", "2")
+    assert found.ranks_that_did_not_see_it == "0"
+    assert (found.first.generation, found.first.attempt, found.first.rank) == (0, 4, 2)
+    assert found.first.finding["names"] == ["fc.weight"]
     with pytest.raises(dataclasses.FrozenInstanceError):
         merged.coverage.complete = True  # type: ignore[misc] - that is the test
 

@@ -56,6 +56,7 @@ class SharedAttempts:
         self._on_closed = on_closed
         self._on_end = on_end
         self._in_block: list[ClosedAttempt] | None = None
+        self._older: frozenset[tuple[int, int, int]] = frozenset()
         self._is_attached = False
         self._session = next(_ordinals.setdefault(probe, itertools.count()))
 
@@ -63,15 +64,18 @@ class SharedAttempts:
         """Begins to be told (training thread)."""
         if not self._is_attached:
             self._is_attached = True
+            # Steps of the open attempt that came before are told with it, and are none of the session's.
+            self._older = frozenset(map(_key, self.clock.untold()))
             self._feed.tap(self)
             self._before = self.optimizers.listener
             self.optimizers.listener = _Both(self._before, self._listener)
 
     def detach(self) -> None:
-        """Is told no more. Idempotent (training thread)."""
+        """Is told of the open attempt as it is, and of no other. Idempotent (training thread)."""
         if self._is_attached:
-            self._is_attached = False
             self._feed.untap(self)
+            self.attempts_closed(self.clock.untold())
+            self._is_attached = False
             mine = self.optimizers.listener
             if isinstance(mine, _Both) and mine.second is self._listener:
                 self.optimizers.listener = self._before
@@ -93,24 +97,32 @@ class SharedAttempts:
 
     def boundary_entered(self, global_step: int | None, micro_batches: int | None) -> bool:
         """Takes that the program says where an attempt begins; False inside another one (training thread)."""
-        return self._probe.step_entered(self, global_step, micro_batches)
+        is_entered = self._probe.step_entered(self, global_step, micro_batches)
+        if is_entered:
+            self._in_block = []
+        return is_entered
 
     def boundary_left(self, *, failed: bool) -> Sequence[ClosedAttempt]:
         """Takes that it is over, and returns its records (training thread, hot path)."""
-        self._in_block = []
         self._probe.step_left(failed=failed)
         closed, self._in_block = self._in_block, None
-        return closed
+        return closed or ()
 
     def attempts_closed(self, closed: Sequence[ClosedAttempt]) -> None:
         """Takes attempts that ended (training thread, hot path)."""
+        mine = [one for one in closed if _key(one) not in self._older] if self._older else closed
         if self._in_block is not None:
-            self._in_block.extend(closed)
-        self._on_closed(closed)
+            self._in_block.extend(mine)
+        self._on_closed(mine)
 
     def observation_ended(self) -> None:
         """Takes that the observer is about to close (training thread)."""
         self._on_end()
+
+
+def _key(closed: ClosedAttempt) -> tuple[int, int, int]:
+    record = closed.record
+    return record.attempt, record.optimizer, record.optimizer_attempt
 
 
 class _Both:

@@ -1,4 +1,4 @@
-"""The head of what ``merge`` prints: steps, replicas, the first nonfinite value, late and far ranks."""
+"""The head of what ``merge`` prints: steps, replicas, the first nonfinite value, checks, late ranks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,6 +7,9 @@ from torchinstruments.cli.console import count_text
 __all__ = ["finding_lines"]
 
 _Record = Mapping[str, object]
+
+_MAX_CODES = 5
+_SPOKEN_OF = ("critical", "warning")
 
 _NOT_JUDGED = {
     "no_fingerprints": "not known: the run has no fingerprints (fingerprints=True takes them)",
@@ -26,6 +29,7 @@ def finding_lines(result: _Record) -> list[tuple[str, str]]:
         ("same steps", _steps_text(_record(result["steps"]))),
         ("replicas", _replicas_text(_record(result["replicas"]))),
         ("nonfinite", _nonfinite_text(_record(result["first_nonfinite"]))),
+        *_checks_lines(_record(result["findings"])),
         ("late", _late_text(_record(result["own_work"]))),
         *_unsynchronised_lines(_record(_record(result["steps"])["unsynchronised_steps"])),
         ("furthest", _furthest_text(_record(result["comparison"]))),
@@ -130,6 +134,49 @@ def _unsynchronised_lines(found: _Record) -> list[tuple[str, str]]:
     steps = count_text(number, "step")
     text = f"{steps} applied to gradients that were not synchronised, first {_moment(first)}"
     return [("NOT SYNCED", f"{text}, {_ranks_text(first)}")]
+
+
+def _checks_lines(found: _Record) -> list[tuple[str, str]]:
+    """Returns a line for each kind of finding, the gravest ones; nothing where no rank has checks."""
+    checked = str(found["ranks_with_checks"])
+    if not checked:
+        return []
+    kinds = [_record(one) for one in _list(found["by_code"])]
+    grave = [one for one in kinds if one["severity"] in _SPOKEN_OF]
+    lines = [("checks", _kind_text(one)) for one in grave[:_MAX_CODES]]
+    left_out = len(kinds) - len(lines) + _integer(found["codes_left_out"])
+    if left_out:
+        kinds_text = count_text(left_out, "kind of finding", "kinds of findings")
+        which = "further ones" if lines else "none graver than information"
+        lines.append(("checks", f"{kinds_text} in result.json, {which}"))
+    if not kinds:
+        ran = ", ".join(_record(found["checks_run"]))
+        lines.append(("checks", f"nothing found; ran: {ran or 'none'}"))
+    if found["ranks_without_checks"]:
+        without = _ranks_text({"ranks": found["ranks_without_checks"]})
+        lines.append(("checks", f"{without} had none"))
+    unavailable = len(_list(found["unavailable"])) + _integer(found["unavailable_left_out"])
+    if unavailable:
+        reasons = count_text(unavailable, "reason")
+        lines.append(("checks", f"{reasons} why something could not be looked at, in result.json"))
+    if found["findings_not_kept"]:
+        number = count_text(_integer(found["findings_not_kept"]), "finding")
+        where = _ranks_text({"ranks": found["ranks_with_findings_not_kept"]})
+        lines.append(("checks", f"{number} of {where} were counted and not kept"))
+    return lines
+
+
+def _kind_text(kind: _Record) -> str:
+    first = _record(kind["first"])
+    finding = _record(first["finding"])
+    names = [str(name) for name in _list(finding.get("names", ()))]
+    about = f", {names[0]}" if names else ""
+    if len(names) > 1:
+        about += f" and {_integer(finding.get('num_names', len(names))) - 1:,} more"
+    text = f"{str(kind['severity']).upper()} {kind['code']} on {_ranks_text(kind)}"
+    text += f", first on rank {first['rank']} {_moment(first)}{about}"
+    others = kind["ranks_that_did_not_see_it"]
+    return f"{text}; not on {_ranks_text({'ranks': others})}" if others else text
 
 
 def _moment(record: _Record) -> str:

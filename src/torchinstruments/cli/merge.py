@@ -67,7 +67,8 @@ COMMAND = Command(
     description="Reads the folders of all ranks and writes merged/result.json, with summary.parquet, "
     "steps.parquet and comparison.parquet beside it. Says whether all that was expected was there, whether "
     "all ranks did the same steps, whether replicas are equal, which rank saw the first nonfinite value, "
-    "which one is late by its own work, which is furthest from the others. Works while the job runs, too.",
+    "what training checks found, which rank is late by its own work, which is furthest from the others. "
+    "Works while the job runs, too.",
     add_arguments=_add_arguments,
     run=_run,
 )

@@ -5,16 +5,18 @@ Each is made of its section on demand. What a record leaves out stands in the se
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 __all__ = [
     "Alignment",
+    "CheckFinding",
     "Coverage",
     "Divergence",
     "Extremum",
     "FirstNonfinite",
+    "FirstSeen",
     "HeldValue",
     "SetAsideFile",
     "StepDifference",
@@ -186,6 +188,46 @@ class FirstNonfinite:
     stage: str
     tensor_path: str
     nonfinite_fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class FirstSeen:
+    """Where a kind of finding of training checks was seen first.
+
+    Attributes:
+        generation: Generation.
+        attempt: Attempt; None where the finding has none.
+        rank: The lowest rank that saw it then.
+        process: Which process of the rank, 8 hex digits.
+        finding: The finding as the rank's own report has it.
+    """
+
+    generation: int
+    attempt: int | None
+    rank: int
+    process: str
+    finding: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckFinding:
+    """A kind of finding of training checks.
+
+    Attributes:
+        code: Stable name of what was found.
+        check: The check that found it.
+        severity: ``critical``, ``warning`` or ``info``.
+        ranks: Set of the ranks that saw it, as text, ``0-7,12``.
+        ranks_that_did_not_see_it: Set of the other ranks with checks.
+        first: Where it was seen first.
+    """
+
+    code: str
+    check: str
+    severity: str
+    ranks: str
+    ranks_that_did_not_see_it: str
+    first: FirstSeen
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from torchinstruments.merge.answers import (
+    CheckFinding,
     Coverage,
     Divergence,
     FirstNonfinite,
@@ -97,6 +98,11 @@ class MergeResult:
     def first_nonfinite(self) -> FirstNonfinite | None:
         """The first moment at which NaN or infinity stood anywhere; None where none was found."""
         return answer(self.result["first_nonfinite"], "first", FirstNonfinite)
+
+    @property
+    def check_findings(self) -> tuple[CheckFinding, ...]:
+        """What training checks found, one a severity, code and check, gravest first; at most a hundred."""
+        return answers(self.result["findings"], "by_code", CheckFinding)
 
     @property
     def widest(self) -> tuple[WidestSeries, ...]:

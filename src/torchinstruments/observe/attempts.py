@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from torchinstruments.observe.bypass import Bypass
@@ -23,7 +24,7 @@ class AttemptTap(Protocol):
     """Who counts on the attempts of an observer without being one. Nothing raises here."""
 
     def attempts_closed(self, closed: Sequence[ClosedAttempt]) -> None:
-        """Takes attempts that ended (training thread, hot path)."""
+        """Takes attempts that ended, each once and in their order (training thread, hot path)."""
         ...
 
     def observation_ended(self) -> None:
@@ -56,7 +57,10 @@ class AttemptFeed:
         # Whoever could still tell the end of a block holds this: a `with` statement, or the program.
         self._block: weakref.ref[object] | None = None
         self._taps: tuple[AttemptTap, ...] = ()
+        # Held while the writer thread is about to tell something; no step of training waits for it.
+        self._telling = threading.RLock()
         self._early: deque[ClosedAttempt] = deque()
+        self._untapped: deque[ClosedAttempt] = deque()
 
     @property
     def clock(self) -> StepClock:
@@ -64,11 +68,13 @@ class AttemptFeed:
         return self._clock
 
     def tap(self, tap: AttemptTap) -> None:
-        """Has somebody told of attempts too (training thread)."""
+        """Has somebody told of attempts too, from those on that are not told yet (training thread)."""
+        self._tell(waits=True)
         self._taps = (*self._taps, tap)
 
     def untap(self, tap: AttemptTap) -> None:
-        """Tells somebody no more. Idempotent (training thread)."""
+        """Tells somebody of what waits, and no more. Idempotent (training thread)."""
+        self._tell(waits=True)
         self._taps = tuple([one for one in self._taps if one is not tap])
 
     def overdue(self, now_s: float) -> tuple[ClosedAttempt, ...]:
@@ -77,9 +83,10 @@ class AttemptFeed:
         Args:
             now_s: Seconds of the clock that the step clock is fed with.
         """
-        found = self._clock.overdue(now_s)
-        if found and self._taps:
-            self._early.extend(found)
+        with self._telling:
+            found = self._clock.overdue(now_s)
+            if found and self._taps:
+                self._early.extend(found)
         return found
 
     @property
@@ -92,7 +99,7 @@ class AttemptFeed:
         now_s = self._now()
         with self._lock:
             started = self._clock.forward_started(grad_enabled=grad_enabled, now_s=now_s, now_us=now_us)
-        if started.closed or self._early:
+        if started.closed or self._early or self._untapped:
             self._put(started.closed)
         return started.position
 
@@ -180,6 +187,7 @@ class AttemptFeed:
         with self._lock:
             closed = self._clock.close(self._now())
         self._put(closed)
+        self._tell(waits=True)
         for tap in self._taps:
             tap.observation_ended()
 
@@ -205,12 +213,40 @@ class AttemptFeed:
     def disarm(self) -> None:
         """Makes it usable in a forked child, where the lock may be held for ever."""
         self._lock = threading.RLock()
+        self._telling = threading.RLock()
 
     def _put(self, closed: Sequence[ClosedAttempt]) -> None:
         """Leaves attempts that ended with the session, and tells taps of them and of those told before."""
         if closed:
             self._session.put_attempts(closed)
-        if self._taps and (closed or self._early):
-            early = [self._early.popleft() for _ in range(len(self._early))]
+        if self._taps:
+            self._untapped.extend(closed)
+            self._tell()
+
+    def _tell(self, *, waits: bool = False) -> None:
+        """Tells taps of what they have not heard of (training thread, hot path unless it waits).
+
+        While the writer thread is about to tell earlier ones, all of them wait for the next call.
+
+        Args:
+            waits: Whether to wait for the writer thread instead, which takes it no longer than one window.
+        """
+        if not self._telling.acquire(blocking=waits):
+            return
+        told: list[ClosedAttempt] = []
+        try:
+            for queue in (self._early, self._untapped):
+                # A signal handler that runs the model may have taken them meanwhile.
+                with suppress(IndexError):
+                    while queue:
+                        told.append(queue.popleft())
+        finally:
+            self._telling.release()
+        if told:
+            told.sort(key=_attempt)
             for tap in self._taps:
-                tap.attempts_closed([*early, *closed])
+                tap.attempts_closed(told)
+
+
+def _attempt(closed: ClosedAttempt) -> int:
+    return closed.record.attempt

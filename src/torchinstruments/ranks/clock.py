@@ -536,6 +536,13 @@ class StepClock:
         # A record is made of what several events wrote: none may have come in between.
         return window.take_overdue(self._device, until_s, lambda: timer.last_event_s == last_event_s)
 
+    def untold(self) -> tuple[ClosedAttempt, ...]:
+        """Returns the records of the open window's steps as they are now (training thread).
+
+        They are told once more, with all that belongs to them, when the window ends.
+        """
+        return () if self._window is None else self._window.untold_records()
+
     def close(self, now_s: float) -> tuple[ClosedAttempt, ...]:
         """Closes the open window (training thread, or the main thread while the interpreter exits).
 

@@ -258,6 +258,10 @@ class Window:
             return ()
         return tuple([told for step, told in zip(waiting, records, strict=True) if step.claim()])
 
+    def untold_records(self) -> tuple[ClosedAttempt, ...]:
+        """Returns the records that nobody has claimed, as they are, and claims none (training thread)."""
+        return self._told([step for step in self.steps if not step.is_told], None)
+
     def _told(self, steps: Sequence[Step], device: DeviceClock | None) -> tuple[ClosedAttempt, ...]:
         judgements = [step.judgement for step in steps]
         amendments = [() if one.amendment is None else (one.amendment,) for one in judgements]

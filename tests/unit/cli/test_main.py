@@ -13,6 +13,8 @@ import pytest
 
 from merge.run_folder import RunFolder, counted, process_of, whole_run
 from torchinstruments import __version__
+from torchinstruments.checks import Action, Finding, Severity
+from torchinstruments.checks.findings import Moment
 from torchinstruments.cli.main import main
 from torchinstruments.merge import engine
 from torchinstruments.records import Counters, Member
@@ -135,6 +137,64 @@ def test_what_is_not_known_says_why(tmp_path: Path, capsys: pytest.CaptureFixtur
         "nonfinite    not known: no statistic of this run tells",
         "late         not known: the run has no steps",
     ]
+
+
+def _found(
+    code: str, severity: Severity, names: tuple[str, ...] = ("fc.weight",), attempt: int = 3
+) -> dict[str, object]:
+    moment = Moment(attempt=attempt)
+    return Finding("change", code, severity, Action.COLLECT, "seen", names, moment=moment).to_dict()
+
+
+def test_what_checks_found_is_told_by_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line each, the gravest first, with the ranks that saw it and those that did not."""
+    run = whole_run(tmp_path / "run", 4)
+    critical, info = Severity.CRITICAL, Severity.INFO
+    several = ("fc.weight", "fc.bias", "out.bias")
+    seen = [_found("unmoved", Severity.WARNING), _found("nan", critical, several), _found("fact", info)]
+    reason = {"check": "change", "reason": "no_hook_fired: flat"}
+    lost = {"truncated_findings": {"info/fact": 7}}
+    run.checks(0, [{"checks_run": ["change"]}], process_of(0))
+    run.checks(1, [{"findings": seen, "unavailable": [reason], "counters": lost}], process_of(1))
+    run.checks(2, [{"findings": [_found("nan", critical, attempt=9)]}], process_of(2))
+    assert main(["merge", run.url]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    first = "first on rank 1 in generation 0, attempt 3, fc.weight"
+    assert [line[13:] for line in lines if line.startswith("checks ")] == [
+        f"CRITICAL nan on ranks 1-2, {first} and 2 more; not on rank 0",
+        f"WARNING unmoved on rank 1, {first}; not on ranks 0,2",
+        "1 kind of finding in result.json, further ones",
+        "rank 3 had none",
+        "1 reason why something could not be looked at, in result.json",
+        "7 findings of rank 1 were counted and not kept",
+    ]
+
+
+def test_checks_that_found_nothing_say_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Silence would not tell a run that is well from one without checks; that one has no line."""
+    run = whole_run(tmp_path / "run", 2)
+    assert main(["merge", run.url]) == 0
+    assert "  checks " not in capsys.readouterr().out
+    for rank in range(2):
+        run.checks(rank, [{"checks_run": ["frozen", "change"]}], process_of(rank))
+    assert main(["merge", run.url]) == 0
+    assert "  checks       nothing found; ran: change, frozen\n" in capsys.readouterr().out
+    run.checks(1, [{"findings": [_found("fact", Severity.INFO)]}], process_of(1))
+    assert main(["merge", run.url]) == 0
+    lines = capsys.readouterr().out
+    assert "  checks       1 kind of finding in result.json, none graver than information\n" in lines
+
+
+def test_the_tenth_code_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Five kinds have lines."""
+    run = whole_run(tmp_path / "run", 1)
+    run.checks(
+        0, [{"findings": [_found(f"code{one}", Severity.WARNING) for one in range(10)]}], process_of(0)
+    )
+    assert main(["merge", run.url]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  checks ")]
+    assert [line.split()[2] for line in lines[:5]] == [f"code{one}" for one in range(5)]
+    assert lines[5:] == ["  checks       5 kinds of findings in result.json, further ones"]
 
 
 def test_json_goes_to_standard_output_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
