@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ _SERVER = """
 import json, os, sys
 import torch, torch.distributed, torch.nn, torch.utils.data
 import torchinstruments.api, torchinstruments.session
+
+torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # imports most of the compiler
 
 request = None
 for line in iter(sys.stdin.readline, ""):
@@ -109,6 +112,7 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._programs: list[Program] = []
+        self._asking = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _SERVER],
             stdin=subprocess.PIPE,
@@ -127,12 +131,13 @@ class ForkServer:
                 self._process.communicate(timeout=60)
 
     def ask(self, request: Mapping[str, Any]) -> Any:
-        """Returns the server's answer."""
+        """Returns the server's answer (any thread)."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        with self._asking:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
 
     def start(
         self, program: str, folder: Path, *arguments: str, environ: Mapping[str, str] | None = None
