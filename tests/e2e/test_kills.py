@@ -44,6 +44,7 @@ for step in range(settings.get("steps", 10**6)):
     optimizer.step()
     if step % settings.get("flushes_every", 7) == 0 and observer.flush():
         print("acknowledged", step + 1, flush=True)
+    time.sleep(settings.get("pause_s", 0.0))
 print("closed", observer.close(), flush=True)
 """
 
@@ -194,7 +195,7 @@ def test_a_restart_beside_a_zombie_and_the_old_uploader(
     world = World(
         fork_server, tmp_path, "night-7", folder=folder if options is None else url, options=options
     )
-    zombie, killed = world.start(steps=10**6, buffer_rows=10_000)
+    zombie, killed = world.start(pause_s=0.02)
     killed.wait_for("acknowledged 8")
     zombie.wait_for("acknowledged 8")
     killed.kill()
@@ -219,13 +220,13 @@ def test_a_restart_beside_a_zombie_and_the_old_uploader(
         samples_of(url, rank, generation, options)[:number] == list(range(number))
         for (rank, generation), number in acknowledged.items()
     ):
-        assert options is not None
-        assert time.monotonic() < end_s
+        assert time.monotonic() < end_s, (acknowledged, open_run(url, storage_options=options).manifests)
         time.sleep(0.5)
     result: Any = merge_run(url, storage_options=options).result
     status = {(one["rank"], one["generation"]): one["status"] for one in result["ranks"]}
     assert status == {(0, 0): "closed", (1, 0): "interrupted", (0, 1): "closed", (1, 1): "closed"}
-    assert result["coverage"]["overlapping_ranks"] == [0]
+    # Generations keep the rows of the two processes that held rank 0 at once apart.
+    assert result["coverage"]["overlapping_ranks"] == []
     assert result["coverage"]["interrupted_ranks"] == [1]
     assert result["coverage"]["missing_ranks"] == []
     assert result["coverage"]["quarantined"] == []
