@@ -42,8 +42,9 @@ print("ready", flush=True)
 for step in range(settings.get("steps", 10**6)):
     model(torch.ones(3, 4)).sum().backward()
     optimizer.step()
+    num_samples = observer.counters.samples
     if step % settings.get("flushes_every", 7) == 0 and observer.flush():
-        print("acknowledged", step + 1, flush=True)
+        print("acknowledged", num_samples, flush=True)
     time.sleep(settings.get("pause_s", 0.0))
 print("closed", observer.close(), flush=True)
 """
