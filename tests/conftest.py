@@ -4,12 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from fork_server import ForkServer
 from storage.stores import bucket, fault_proxy, moto_store, proxied, seaweed
 from torchinstruments.testing.ranks import RankPool
 
 __all__ = [
     "bucket",
     "fault_proxy",
+    "fork_server",
     "four_ranks",
     "moto_store",
     "proxied",
@@ -38,3 +40,10 @@ def four_ranks() -> Iterator[RankPool]:
     """Four ranks with an initialised process group: the fewest of which a mesh has two axes."""
     with RankPool(4) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """A process with torch loaded, which forks for each program that a test runs."""
+    with ForkServer() as server:
+        yield server

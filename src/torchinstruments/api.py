@@ -325,6 +325,7 @@ def _attach(
         forcing=_forcing(mode, policy, sampler, faults),
     )
     session.finish_with(weakref.WeakMethod(probe.tell_open_attempt))
+    session.pause_with(weakref.WeakMethod(probe.pause))
     session.fetch_with(probe.attempts.overdue)
     session.count_with(probe.counters)
     observer = Observer(probe)

@@ -344,9 +344,15 @@ class _Place:
             with contextlib.suppress(OSError, ValueError):
                 home = ensure_run(open_storage(local_path(self._url)), self._run)
                 LocalStorage(f"{home.url}/{self._folder}").prepare()
+                generation = self._generation((), complete=False, leader_process="")
                 if self._identity.local_rank == 0:
-                    ensure_generation(home, self._generation((), complete=False, leader_process=""))
-                target = LocalTarget(home, self._folder, self._identity.process)
+                    ensure_generation(home, generation)
+
+                def restore() -> None:
+                    ensure_run(home, self._run)
+                    ensure_generation(home, generation)
+
+                target = LocalTarget(home, self._folder, self._identity.process, restore=restore)
                 return target, home.url, Path(home.url) / self._folder, ""
         spool = self._open_spool()
         if self._is_remote:

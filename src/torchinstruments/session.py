@@ -52,6 +52,7 @@ from torchinstruments.sinks.sink import Sink
 from torchinstruments.store.filesystem import redact
 from torchinstruments.store.spool_folder import LOG as UPLOADER_LOG
 from torchinstruments.store.writer import RankWriter
+from torchinstruments.termination import unwatch, watch
 from torchinstruments.warning_place import warn_user
 
 __all__ = ["AGREEMENT_TIMEOUT_S", "CLOSE_TIMEOUT_S", "FLUSH_TIMEOUT_S", "RunSession"]
@@ -112,6 +113,7 @@ class RunSession:
         self._channel = channel
         self._source: Callable[[], Counters] = Counters
         self._finish_counting: Callable[[], Callable[[], None] | None] = _nothing
+        self._pause: Callable[[], Callable[[int], None] | None] = _nothing
         self._delivery = Delivery(self._storage_failed)
         self._writer: RankWriter | None = None
         self._identity: Identity | None = None
@@ -166,6 +168,14 @@ class RunSession:
         """
         self._finish_counting = last_words
 
+    def pause_with(self, pause: Callable[[], Callable[[int], None] | None]) -> None:
+        """Takes what lets no further sample begin, when SIGTERM is about to end the process.
+
+        Args:
+            pause: Returns what takes 1 for that, or None where the observer is gone; a weak reference.
+        """
+        self._pause = pause
+
     def open(self) -> bool:
         """Enrols now, where that is possible (attaching thread).
 
@@ -186,6 +196,8 @@ class RunSession:
         enrolment = self._enrol(identity)
         raise_failure(enrolment.claim)
         self._start(identity, enrolment)
+        if self._observing:
+            watch(self)
         return True
 
     def begin(self) -> bool:
@@ -207,6 +219,8 @@ class RunSession:
             target=self._enrol_in_background, name="torchinstruments-enrolment", daemon=True
         )
         _WAITING.add(self)
+        if self._observing:
+            watch(self)
         # Not known before it runs: it cannot be waited for until then.
         enrolling.start()
         self._enrolling = enrolling
@@ -268,6 +282,13 @@ class RunSession:
         if self._is_closed:
             return self._delivery.close(CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
         self._is_closed = True
+        try:
+            return self._close(timeout_s)
+        finally:
+            unwatch(self)
+
+    def _close(self, timeout_s: float | None) -> bool:
+        """Does what `close` does the first time."""
         if self._schedule is not None:
             self._schedule.stop()
         wait_s = CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
@@ -314,6 +335,37 @@ class RunSession:
                 has_begun = self._enrolling is None or self._is_enrolled
             if has_begun:
                 self._delivery.close(0.0, complete=False)
+            unwatch(self)
+
+    def flush_at_signal(self, timeout_s: float) -> None:
+        """Makes durable what there is at a SIGTERM after which the process goes on (a thread of its own)."""
+        self.flush(timeout_s)
+
+    def end_at_signal(self, timeout_s: float) -> None:
+        """Makes durable what there is and marks the manifest, before SIGTERM ends the process.
+
+        Training may go on meanwhile, and nothing new is measured; what a sample that was under way still
+        leaves is lost with the process, and nobody is warned of that (a thread of its own).
+        """
+        end_s = time.monotonic() + timeout_s
+        self._warns = False
+        pause = self._pause()
+        if pause is not None:
+            pause(1)
+        if self._enrolling is not None:
+            self._enrolling.join(timeout_s)
+        self.put_error(
+            ErrorRecord(
+                "process",
+                "",
+                "SIGTERM",
+                "the process was asked to end by SIGTERM, and everything up to then is here",
+                datetime.now(UTC).isoformat(timespec="milliseconds"),
+            )
+        )
+        self.tell_open_attempt()
+        self._delivery.flush(max(end_s - time.monotonic(), 0.0))
+        self._delivery.close(max(end_s - time.monotonic(), 0.0), complete=False)
 
     def _say_if_empty(self) -> None:
         counted = self._source()

@@ -1,6 +1,7 @@
 """A disk that is really full while a model trains: training goes on, and nothing is lost in silence."""
 
 import subprocess
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,3 +80,26 @@ def test_a_disk_that_stays_full_is_said_at_close(small_disk: Path) -> None:
     said = " ".join(str(warning.message) for warning in caught)
     assert "No space left" in said
     assert "lost" in said or "given up" in said
+
+
+def test_a_disk_that_becomes_read_only_and_writable_again(small_disk: Path) -> None:
+    """One warning while it refuses, and every row is there once it takes them."""
+    model = make_model()
+    # An event file that is open for writing would keep the disk from becoming read-only.
+    observer = inject_observer(model, output_dir=small_disk / "run", sampler=AlwaysSampler(), histograms=())
+    train(model, 1)
+    assert observer.flush()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            train(model, 2)
+            assert not observer.flush()
+    assert [str(one.message).partition(":")[2][:16] for one in told] == [" storage failed:"]
+    assert "Read-only file system" in str(told[0].message)
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    assert observer.close()
+    run = open_run(observer.url)
+    assert run.samples().collect()["sample_id"].sort().to_list() == list(range(7))
+    assert run.history().collect().height == observer.counters.rows == 7 * 6 * 9
+    assert observer.counters.rows_dropped == 0

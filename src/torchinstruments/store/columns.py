@@ -13,8 +13,13 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.ma
 import numpy.typing as npt
 import pyarrow as pa
+
+# pyarrow imports both at the first column that it builds, in the writer thread and perhaps at the exit. There
+# their generated code would make Python forget that an interrupt is what ends the process.
+import pyarrow.compute
 
 from torchinstruments.records import (
     AttemptRecord,

@@ -1,5 +1,13 @@
-"""Parts straight into a local folder: durable there is where readers look."""
+"""Parts straight into a local folder: durable there is where readers look.
 
+A folder that somebody removes under the running job comes back with what names the run and its process; the
+parts that were in it are gone, which the manifest tells by their numbers.
+"""
+
+import os
+from collections.abc import Callable
+
+from torchinstruments.errors import RunFormatError
 from torchinstruments.store import layout
 from torchinstruments.store.filesystem import Storage
 from torchinstruments.store.manifest import TableState
@@ -15,9 +23,16 @@ class LocalTarget:
         storage: The folder of the run.
         folder: The rank's folder in it, ``""`` for the run's own.
         process: 8 hex digits.
+        restore: Makes again what belongs to the run as a whole, where the folder was removed; None where
+            nothing of that is wanted.
     """
 
-    def __init__(self, storage: Storage, folder: str, process: str) -> None:
+    def __init__(
+        self, storage: Storage, folder: str, process: str, *, restore: Callable[[], None] | None = None
+    ) -> None:
+        self._restore = restore
+        self._documents: dict[str, bytes] = {}
+        self._was_removed = False
         self._storage = storage
         self._folder = folder
         self._process = process
@@ -43,6 +58,7 @@ class LocalTarget:
         Raises:
             OSError: It is not durable.
         """
+        self._mend()
         state = self._tables.get(table, TableState())
         path = layout.part_file(self._folder, table, self._process, state.next_part)
         try:
@@ -74,22 +90,53 @@ class LocalTarget:
         Raises:
             OSError: The old document, if any, still stands.
         """
+        self._mend()
         try:
-            self._storage.replace(f"{self._folder}/{name}" if self._folder else name, data)
+            self._storage.replace(self._path(name), data)
         except OSError as error:
             self._last_error = f"{type(error).__name__}: {error}"
             raise
+        self._documents[name] = data
 
     def state(self) -> TargetState:
         """Returns progress so far (writer thread)."""
         return TargetState(tables=dict(self._tables), last_error=self._last_error)
 
     def keep_alive(self) -> None:
-        """Does nothing: nobody carries parts further (writer thread)."""
+        """Makes the folder again where it was removed (writer thread).
+
+        Raises:
+            OSError: It was removed since the last call; whatever was in it is lost.
+        """
+        self._mend()
+        if self._was_removed:
+            self._was_removed = False
+            raise OSError(
+                f"the folder {self._storage.url} was removed while this process wrote to it; it was made "
+                f"again, and the parts that were in it are lost"
+            )
 
     def finish(self, timeout_s: float) -> bool:  # noqa: ARG002 - part of the seam
         """Returns True: every written part is where readers look (closing thread)."""
         return True
+
+    def _mend(self) -> None:
+        """Restores what makes the folder a run's, and the documents of this process, where they are gone."""
+        if self._restore is None or not self._documents:
+            return
+        names = (layout.RUN_FILE, *[self._path(name) for name in self._documents])
+        if all(os.path.lexists(os.path.join(self._storage.url, name)) for name in names):
+            return
+        try:
+            self._restore()
+        except RunFormatError as error:
+            raise OSError(str(error)) from error
+        for name, data in self._documents.items():
+            self._storage.replace(self._path(name), data)
+        self._was_removed = True
+
+    def _path(self, name: str) -> str:
+        return f"{self._folder}/{name}" if self._folder else name
 
 
 def _skipped(state: TableState) -> TableState:

@@ -258,6 +258,8 @@ class RankWriter:
         Returns:
             False where the target refused and rows wait.
         """
+        if self._target.direct:
+            self._keep_alive()
         self._write_history(self._history.take_all())
         self._write_samples(self._tallies.take_all())
         self._write_steps(self._steps.take_all())
@@ -397,11 +399,10 @@ class RankWriter:
         self._note_failure(error)
 
     def _keep_alive(self) -> None:
-        if self._target.direct:
-            return  # what fails there is raised where it is written
         try:
             self._target.keep_alive()
-            last_error = self._target.state().last_error
+            # What fails in a folder is raised where it is written.
+            last_error = "" if self._target.direct else self._target.state().last_error
         except OSError as error:
             self._note_failure(error)
             return

@@ -1,10 +1,12 @@
 """Parts into a local folder: numbers without gaps, nothing written over, failures that can be repeated."""
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
 
+from torchinstruments.errors import RunFormatError
 from torchinstruments.store.filesystem import LocalStorage
 from torchinstruments.store.local_target import LocalTarget
 
@@ -106,3 +108,49 @@ def test_the_numbers_that_were_skipped_are_listed_up_to_a_bound(storage: _Failin
     samples = target.state().tables["samples"]
     assert samples.next_part == 121
     assert samples.missing == tuple(range(100))
+
+
+def test_a_folder_that_was_removed_comes_back_with_its_documents_and_is_told_of_once(
+    storage: _Failing, tmp_path: Path
+) -> None:
+    """Whatever is written next brings it back; parts go on by their numbers, and the next look says it."""
+
+    def restore() -> None:
+        storage.create("run.json", b"run")
+
+    restore()
+    target = LocalTarget(storage, "rank-003", "1a2b3c4d", restore=restore)
+    target.write_document("modules-1a2b3c4d.json", b"modules")
+    target.write_document("process-1a2b3c4d.json", b"first")
+    target.write_part("history", 10, b"12345")
+    target.keep_alive()
+
+    shutil.rmtree(tmp_path)
+    target.write_part("history", 10, b"123456")
+
+    assert {entry.path: storage.read(entry.path) for entry in storage.walk()} == {
+        "rank-003/history.parts/part-1a2b3c4d-000001.parquet": b"123456",
+        "rank-003/modules-1a2b3c4d.json": b"modules",
+        "rank-003/process-1a2b3c4d.json": b"first",
+        "run.json": b"run",
+    }
+    with pytest.raises(OSError, match="was removed while this process wrote to it; it was made again"):
+        target.keep_alive()
+    target.keep_alive()
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(OSError, match="was removed"):
+        target.keep_alive()
+    assert storage.read("run.json") == b"run"
+
+
+def test_a_folder_that_cannot_come_back_is_an_error_of_the_storage(storage: _Failing, tmp_path: Path) -> None:
+    """The part waits like on a full disk."""
+
+    def restore() -> None:
+        raise RunFormatError("another run is there now")
+
+    target = LocalTarget(storage, "", "1a2b3c4d", restore=restore)
+    target.write_document("process-1a2b3c4d.json", b"{}")
+    shutil.rmtree(tmp_path)
+    with pytest.raises(OSError, match="another run is there now"):
+        target.write_part("history", 1, b"1")
