@@ -27,48 +27,69 @@ class SelectedEntries:
     Args:
         tensor: On the CPU, of a dtype of 32 or 64 bits that NumPy knows, with at least one entry. It must not
             change while this object is in use. Peak scratch is a third of a copy for nearly all data, and
-            one copy for the worst; one more where the tensor does not lie densely in memory, or has
-            entries that are not finite.
+            one copy for the worst; one more where the tensor does not lie densely in memory, and for the
+            histogram of one that has entries that are not finite.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        self._finite = _finite_copy(tensor) if not tensor.is_contiguous() else as_array(tensor.view(-1))
-        self._low, self._high = _ends(self._finite)
+        self._entries = as_array(tensor.view(-1)) if tensor.is_contiguous() else _finite_copy(tensor)
+        self._num_finite, self._num_before = self._entries.size, 0
+        self._low, self._high = _ends(self._entries)
         if not (np.isfinite(self._low) and np.isfinite(self._high)):
-            self._finite = _finite_copy(tensor)
-            self._low, self._high = _ends(self._finite)
+            self._look_for_finite()
+
+    def _look_for_finite(self) -> None:
+        """Sets the numbers of finite entries and of those before them, and their ends."""
+        self._num_finite = 0
+        low, high = self._entries.dtype.type(np.inf), self._entries.dtype.type(-np.inf)
+        for start in range(0, self._entries.size, CHUNK):
+            piece = self._entries[start : start + CHUNK]
+            finite = np.isfinite(piece)
+            number = int(np.count_nonzero(finite))
+            if number == 0:
+                self._num_before += count_true(piece, np.equal, piece.dtype.type(-np.inf))
+                continue
+            if number < piece.size:
+                self._num_before += count_true(piece, np.equal, piece.dtype.type(-np.inf))
+                piece = np.where(finite, piece, piece[finite.argmax()])
+            self._num_finite += number
+            low, high = min(low, piece.min()), max(high, piece.max())
+        self._low, self._high = (low, high) if self._num_finite else _ends(self._entries[:0])
 
     @property
     def num_finite(self) -> int:
         """Entries that are neither NaN nor infinite."""
-        return self._finite.size
+        return self._num_finite
 
     @property
     def num_zero(self) -> int:
         """Entries that equal zero."""
         if self._low > 0 or self._high < 0:
             return 0
-        return count_true(self._finite, np.equal, self._finite.dtype.type(0))
+        return count_true(self._entries, np.equal, self._entries.dtype.type(0))
 
     def at(self, ranks: Sequence[int]) -> list[float]:
         """Returns the finite entries with these ranks."""
-        last = self._finite.size - 1
-        found: dict[int, Any] = {0: self._low, last: self._high}
-        found |= select(self._finite, [rank for rank in ranks if 0 < rank < last], self._low, self._high)
+        before, last = self._num_before, self._num_finite - 1
+        inner = [rank + before for rank in ranks if 0 < rank < last]
+        found: dict[int, Any] = select(self._entries, inner, self._low, self._high)
+        found |= {before: self._low, before + last: self._high}
         # Which of the two zeros a sort puts first is chance.
-        return [found[rank].item() + 0 for rank in ranks]
+        return [found[rank + before].item() + 0 for rank in ranks]
 
     def up_to_edges(self, edges: Array) -> Array:
         """Returns how many finite entries stand below each edge, at or below the last one."""
-        counts = counted_bins(self._finite, edges, float(self._low), float(self._high))
-        return sorted_counts(np.sort(self._finite), edges) if counts is None else counts
+        is_finite = self._num_finite == self._entries.size
+        entries = self._entries if is_finite else _finite_copy(self._tensor)
+        counts = counted_bins(entries, edges, float(self._low), float(self._high))
+        return sorted_counts(np.sort(entries), edges) if counts is None else counts
 
     def moments(self, low: float, high: float, pivot: float) -> Moments:
         """Returns the moments."""
-        is_finite = self._finite.size == self._tensor.numel()
+        is_finite = self._num_finite == self._tensor.numel()
         pieces = replaced_pieces(self._tensor, CHUNK, None if is_finite else pivot)
-        return moments(pieces, self._finite.size, low=low, high=high, pivot=pivot)
+        return moments(pieces, self._num_finite, low=low, high=high, pivot=pivot)
 
 
 def _ends(entries: Array) -> tuple[np.number[Any], np.number[Any]]:

@@ -1,9 +1,10 @@
 """Order statistics of many entries without sorting them.
 
-A spread-out sample says between which two entries a rank most likely lies. One pass counts what is not above
-the lower one and collects what lies between; the counts prove whether the rank is there. What was collected
-is treated in the same way, until it is little enough. A sample that misled costs time, never a wrong number.
-This is the algorithm SELECT of Floyd and Rivest (1975), with several ranks sharing a pass.
+A spread-out sample says between which two entries a rank most likely lies. Where that would still be many
+entries, one pass counts how many are not above the likeliest entry, which says on which side of it the rank
+lies and how far off. A pass then collects what lies between; the counts prove whether the rank is there. What
+was collected is treated in the same way, until it is little enough. A sample that misled costs time, never a
+wrong number. This is the algorithm SELECT of Floyd and Rivest (1975), with several ranks sharing a pass.
 
 It needs comparisons and counts alone, which are fast on every processor.
 """
@@ -32,8 +33,8 @@ _PIECE = 1 << 17
 _NUM_DEVIATIONS = 4.0
 """Half of the width of a bracket, in standard deviations of a rank in the sample."""
 
-_RARE = 50
-"""One true place of a mask among so many is rare."""
+_COMMON, _RARE = 20, 500
+"""One true place of a mask among so many is common, or rare."""
 
 
 @dataclass(slots=True)
@@ -44,12 +45,19 @@ class _Bracket:
         low: The lower end.
         high: The upper end.
         ranks: Ascending.
-        num_at_most_low: Entries that are not above the lower end.
+        sampled: The entries of the sample from the lower end to the upper one, ascending.
+        place: Where in the sample the middle one of the ranks lies most likely.
+        pivot: An end, or an entry between them, which was counted up to; None where none was.
+        num_at_most_low: Entries that are not above the lower end; with a pivot at first those not above it,
+            or not in the bracket and below it.
     """
 
     low: np.number[Any]
     high: np.number[Any]
     ranks: tuple[int, ...]
+    sampled: Array
+    place: int
+    pivot: np.number[Any] | None = None
     num_at_most_low: int = 0
 
 
@@ -63,10 +71,10 @@ class _Ends:
     def at(self, bracket: _Bracket, rank: int) -> np.number[Any] | None:
         """Returns the end of the bracket that has a rank, which lies not inside; None where none has."""
         if rank < bracket.num_at_most_low:
-            return bracket.low if self._num_true(np.less, bracket.low) <= rank else None
-        return bracket.high if self._num_true(np.less_equal, bracket.high) > rank else None
+            return bracket.low if self.num_true(np.less, bracket.low) <= rank else None
+        return bracket.high if self.num_true(np.less_equal, bracket.high) > rank else None
 
-    def _num_true(self, compare: np.ufunc, value: np.number[Any]) -> int:
+    def num_true(self, compare: np.ufunc, value: np.number[Any]) -> int:
         """Returns how many entries compare true with a value."""
         if (compare, value) not in self._counted:
             self._counted[compare, value] = count_true(self._entries, compare, value)
@@ -79,11 +87,12 @@ def select(
     """Returns the entries with these ranks, by rank.
 
     Args:
-        entries: Flat and finite, of any real dtype that NumPy knows; they are not changed. Peak scratch is
-            one copy, and for nearly all data a third of it.
-        ranks: From 0 to one less than there are entries.
-        low: No entry is below; of the dtype of the entries, as the next one is.
-        high: No entry is above.
+        entries: Flat, of any real dtype that NumPy knows; they are not changed. Peak scratch is one copy,
+            and for nearly all data a third of it.
+        ranks: From 0 to one less than there are entries, among them all: negative infinity stands before
+            numbers, infinity and NaN behind them. No rank of those is asked for.
+        low: No finite entry is below; of the dtype of the entries, as the next one is.
+        high: No finite entry is above.
     """
     found: dict[int, np.number[Any]] = {}
     # By rank among the entries that are left: the rank that was asked for.
@@ -93,6 +102,11 @@ def select(
     while asked and entries.size > _ENOUGH:
         ends = _Ends(entries)
         brackets = _brackets(entries, sorted(asked), low, high)
+        wide = [bracket for bracket in brackets if bracket.low < bracket.high]
+        spacing = entries.size / _num_sampled(entries.size)
+        if sum([bracket.sampled.size for bracket in wide]) * spacing > _ENOUGH:
+            for bracket in wide:
+                _narrow(bracket, ends, spacing)
         inside = _collect(entries, brackets)
         if inside is None:
             break
@@ -100,6 +114,8 @@ def select(
         num_before = 0
         for bracket in brackets:
             num_up_to = int(np.count_nonzero(inside < bracket.high))
+            if bracket.pivot is not None:
+                bracket.num_at_most_low -= int(np.count_nonzero(inside <= bracket.pivot)) - num_before
             for rank in bracket.ranks:
                 place = rank - bracket.num_at_most_low
                 if 0 <= place < num_up_to - num_before:
@@ -128,9 +144,13 @@ def _brackets(
     entries: Array, ranks: Sequence[int], low: np.number[Any], high: np.number[Any]
 ) -> list[_Bracket]:
     """Returns brackets whose insides do not overlap, in ascending order; together they have all ranks."""
-    num_sampled = min(_SAMPLE, entries.size // 8)
+    num_sampled = _num_sampled(entries.size)
     places = (np.arange(num_sampled) + _offsets()[:num_sampled]) * (entries.size / num_sampled)
     sample = entries.take(places.astype(np.intp))
+    sample.sort()
+    # Infinities and NaN are no ends.
+    sample[: sample.searchsorted(low)] = low
+    sample[sample.searchsorted(high, "right") :] = high
     spans: list[tuple[int, int, list[int]]] = []
     for rank in ranks:
         share = (rank + 0.5) / entries.size
@@ -142,15 +162,64 @@ def _brackets(
             spans.append((first, last, [*others, rank]))
         else:
             spans.append((first, last, [rank]))
-    ends = sorted({end for first, last, _ in spans for end in (first, last) if 0 <= end < num_sampled})
-    if ends:
-        sample.partition(ends)
     return [
         _Bracket(
-            sample[first] if first >= 0 else low, sample[last] if last < num_sampled else high, tuple(shared)
+            low=sample[first] if first >= 0 else low,
+            high=sample[last] if last < num_sampled else high,
+            ranks=tuple(shared),
+            sampled=sample[max(first, 0) : last + 1],
+            place=int((shared[len(shared) // 2] + 0.5) / entries.size * num_sampled) - max(first, 0),
         )
         for first, last, shared in spans
     ]
+
+
+def _num_sampled(num_entries: int) -> int:
+    """Returns the size of a sample."""
+    return min(_SAMPLE, num_entries // 8)
+
+
+def _narrow(bracket: _Bracket, ends: _Ends, spacing: float) -> None:
+    """Brings the ends of a bracket closer to its ranks, by the true rank of an entry between them.
+
+    Args:
+        bracket: The bracket.
+        ends: Counts the entries.
+        spacing: Entries for each one of the sample.
+    """
+
+    def at(place: float, otherwise: np.number[Any]) -> np.number[Any]:
+        return sampled[int(place)] if 0 <= place < sampled.size else otherwise
+
+    def steps(number: int) -> float:
+        return number / spacing + _NUM_DEVIATIONS * math.sqrt(number / spacing) + 1.0
+
+    sampled = bracket.sampled
+    pivot = sampled[bracket.place]
+    place, behind = sampled.searchsorted(pivot), sampled.searchsorted(pivot, "right")
+    first, last = bracket.ranks[0], bracket.ranks[-1]
+    low, high = bracket.low, bracket.high
+    num = ends.num_true(np.less_equal, pivot)
+    if first >= num:
+        low = pivot
+    elif behind > place + 1:
+        # Many entries equal the pivot: they are told by counts.
+        num_below = ends.num_true(np.less, pivot)
+        if num_below <= first and last < num:
+            low = high = pivot
+        elif last < num_below:
+            low, high = at(place - steps(num_below - first), low), pivot
+        else:
+            return
+    else:
+        low = at(place - steps(num - first), low)
+        if last < num:
+            high = at(behind, high)
+    if last >= num:
+        high = at(behind + steps(last - num), high)
+    if low < high == pivot:
+        num = ends.num_true(np.less, pivot)
+    bracket.low, bracket.high, bracket.pivot, bracket.num_at_most_low = low, high, pivot, num
 
 
 def _collect(entries: Array, brackets: Sequence[_Bracket]) -> Array | None:
@@ -161,15 +230,19 @@ def _collect(entries: Array, brackets: Sequence[_Bracket]) -> Array | None:
     """
     collected = [entries[:0]]
     num_collected = 0
-    masks = np.empty((3, min(_PIECE, entries.size) * 9 // 8 + 1), dtype=np.bool_)
+    # Behind each piece is room for what `_places` appends, and the first mask begins at a whole word.
+    masks = np.empty((3, min(_PIECE, entries.size) * 9 // 8 + 8), dtype=np.bool_)
     wide = [bracket for bracket in brackets if bracket.low < bracket.high]
     for start in range(0, entries.size, _PIECE):
         piece = entries[start : start + _PIECE]
         chosen, before, inside = masks[:, : piece.size]
         for bracket in brackets:
-            np.less_equal(piece, bracket.low, out=before)
-            bracket.num_at_most_low += int(np.count_nonzero(before))
-            if bracket in wide:
+            if bracket.pivot is None:
+                np.less_equal(piece, bracket.low, out=before)
+                bracket.num_at_most_low += int(np.count_nonzero(before))
+            elif bracket.low < bracket.high:
+                np.less_equal(piece, bracket.low, out=before)
+            if bracket.low < bracket.high:
                 mask = chosen if bracket is wide[0] else inside
                 np.less(piece, bracket.high, out=mask)
                 np.not_equal(mask, before, out=mask)
@@ -187,13 +260,22 @@ def _places(mask: Array, size: int) -> Array:
     """Returns where the first entries of a mask are true; the others are overwritten.
 
     NumPy looks for the true ones without a branch where they are more than a tenth, and otherwise jumps from
-    one to the next, which is faster only where they are rare: no processor foresees where they stand.
+    one to the next, which is faster only where they are rare: no processor foresees where they stand. Where
+    they are few, they are looked for eight at a time first.
     """
     number = int(np.count_nonzero(mask[:size]))
-    if size < number * _RARE and number * 10 <= size:
+    if number * _COMMON > size:
+        if number * 10 > size:
+            return np.flatnonzero(mask[:size])
         mask[size:] = True
         return np.flatnonzero(mask[: size * 9 // 8 + 1])[:number]
-    return np.flatnonzero(mask[:size])
+    if number * _RARE < size:
+        return np.flatnonzero(mask[:size])
+    mask[size : size + 8] = False
+    eights = mask[: (size + 7) // 8 * 8].view(np.uint64)
+    chosen = np.flatnonzero(eights != 0)
+    found = np.flatnonzero(eights.take(chosen).view(np.bool_))
+    return (chosen.take(found >> 3) << 3) + (found & 7)
 
 
 def _in_place(entries: Array, asked: Mapping[int, int]) -> dict[int, np.number[Any]]:
