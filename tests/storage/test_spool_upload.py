@@ -1,14 +1,12 @@
 """From the spool to a real object store, through crashes and outages: everything arrives, and once."""
 
-import contextlib
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from storage.spooling import (
     sample_ids,
     stored_manifest,
 )
+from storage.uploaders import WAIT_S, root, until, uploader_pids
 from torchinstruments.config import HistoryConfig
 from torchinstruments.records import Signal
 from torchinstruments.store import layout
@@ -39,17 +38,7 @@ from torchinstruments.testing.fault_proxy import FaultProxy
 from torchinstruments.testing.object_store import ObjectStore
 from unit.store.material import backward, forward, measurement, module, run_record
 
-_WAIT_S = 60.0
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Generator[Path]:
-    """Returns a folder for spools, and ends whatever uploader is still at work there afterwards."""
-    folder = tmp_path / "spools"
-    yield folder
-    for spool in folder.iterdir() if folder.exists() else ():
-        for pid in _uploader_pids(spool):
-            os.kill(pid, signal.SIGKILL)
+__all__ = ["root"]
 
 
 def test_parts_and_documents_arrive(seaweed: ObjectStore, bucket: str, root: Path) -> None:
@@ -62,10 +51,10 @@ def test_parts_and_documents_arrive(seaweed: ObjectStore, bucket: str, root: Pat
         target.write_part("history", 10, make_part(range(first, first + 10), "history"))
     target.write_document("modules-1a2b3c4d.json", b"{}")
     target.write_document("process-1a2b3c4d.json", make_manifest(target, status="running"))
-    assert target.finish(_WAIT_S)
+    assert target.finish(WAIT_S)
     target.write_part("samples", 10, make_part(range(50, 60)))
     target.write_document("process-1a2b3c4d.json", make_manifest(target, status="closed"))
-    assert target.finish(_WAIT_S)
+    assert target.finish(WAIT_S)
 
     assert sample_ids(storage) == list(range(60))
     assert sample_ids(storage, "history") == list(range(50))
@@ -78,7 +67,7 @@ def test_parts_and_documents_arrive(seaweed: ObjectStore, bucket: str, root: Pat
     assert samples.next_part == len(parts)
     assert samples.bytes == sum(part.size_bytes for part in parts)
     assert target.state().tables["samples"].rows == 60
-    assert _until(lambda: not list(root.iterdir()))
+    assert until(lambda: not list(root.iterdir()))
 
 
 def test_an_uploader_outlives_its_writer(seaweed: ObjectStore, bucket: str, root: Path) -> None:
@@ -95,9 +84,9 @@ def test_an_uploader_outlives_its_writer(seaweed: ObjectStore, bucket: str, root
     done = subprocess.run([sys.executable, "-c", code], env=_environment(), check=False, timeout=60)
     assert done.returncode == -signal.SIGKILL
     storage = open_storage(url, seaweed.storage_options)
-    assert _until(lambda: sample_ids(storage) == [1, 2, 3])
+    assert until(lambda: sample_ids(storage) == [1, 2, 3])
     assert stored_manifest(storage).status == "running"
-    assert _until(lambda: not list(root.iterdir()))
+    assert until(lambda: not list(root.iterdir()))
 
 
 def test_many_processes_share_one_uploader(seaweed: ObjectStore, bucket: str, root: Path) -> None:
@@ -112,14 +101,14 @@ def test_many_processes_share_one_uploader(seaweed: ObjectStore, bucket: str, ro
     for thread in threads:
         thread.join()
     (spool,) = root.iterdir()
-    assert len(_uploader_pids(spool)) == 1
+    assert len(uploader_pids(spool)) == 1
     for rank, target in enumerate(targets):
         target.write_part("samples", 1, make_part([rank]))
         target.write_document(
             f"process-{rank:08x}.json",
             make_manifest(target, status="closed", rank=rank, process=f"{rank:08x}"),
         )
-    assert all(target.finish(_WAIT_S) for target in targets)
+    assert all(target.finish(WAIT_S) for target in targets)
     storage = open_storage(url, seaweed.storage_options)
     for rank in range(4):
         assert sample_ids(storage, folder=f"rank-{rank:03d}") == [rank]
@@ -143,7 +132,7 @@ def test_a_second_uploader_leaves_at_once(seaweed: ObjectStore, bucket: str, roo
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     assert not (spool / LOG).exists()
     lock.release()
-    assert target.finish(_WAIT_S)
+    assert target.finish(WAIT_S)
 
 
 def test_a_killed_uploader_is_replaced(seaweed: ObjectStore, bucket: str, root: Path) -> None:
@@ -151,13 +140,13 @@ def test_a_killed_uploader_is_replaced(seaweed: ObjectStore, bucket: str, root: 
     url = f"s3://{bucket}/run"
     target = make_target(url, seaweed.storage_options, root)
     target.write_part("samples", 1, make_part([1]))
-    assert target.upload(_WAIT_S)
+    assert target.upload(WAIT_S)
     (spool,) = root.iterdir()
-    (pid,) = _uploader_pids(spool)
+    (pid,) = uploader_pids(spool)
     os.kill(pid, signal.SIGKILL)
     target.write_part("samples", 1, make_part([2]))
-    assert target.upload(_WAIT_S)
-    assert pid not in _uploader_pids(spool)
+    assert target.upload(WAIT_S)
+    assert pid not in uploader_pids(spool)
     assert sample_ids(open_storage(url, seaweed.storage_options)) == [1, 2]
 
 
@@ -189,7 +178,7 @@ def test_a_crash_after_a_put_neither_doubles_nor_loses(
     with pytest.raises(_CrashedError):
         Uploader(spool, url, seaweed.storage_options, lock, after_put=crash).run()
     target.write_part("samples", 10, make_part(range(30, 40)))
-    assert target.upload(_WAIT_S)
+    assert target.upload(WAIT_S)
 
     storage = open_storage(url, seaweed.storage_options)
     assert sample_ids(storage) == list(range(40))
@@ -212,12 +201,12 @@ def test_after_an_outage_everything_arrives_once(
     for first in range(0, 50, 10):
         target.write_part("samples", 10, make_part(range(first, first + 10)))
     assert not target.upload(1.0)
-    assert _until(
+    assert until(
         lambda: "SlowDown" in target.state().last_error or "StorageUnreachable" in target.state().last_error
     )
     assert target.state().tables["samples"].rows_in_spool == 50
     fault_proxy.clear()
-    assert target.upload(_WAIT_S)
+    assert target.upload(WAIT_S)
     assert sample_ids(open_storage(url, seaweed.storage_options)) == list(range(50))
     assert target.state().last_error == ""
 
@@ -237,7 +226,7 @@ def test_lost_answers_and_resets_change_nothing(
     target = make_target(url, proxied(), root)
     target.write_part("samples", 100, make_part(range(100)))
     target.write_part("history", 100, make_part(range(100), "history"))
-    assert target.upload(_WAIT_S)
+    assert target.upload(WAIT_S)
     storage = open_storage(url, seaweed.storage_options)
     assert sample_ids(storage) == list(range(100))
     assert sample_ids(storage, "history") == list(range(100))
@@ -266,12 +255,12 @@ def test_a_stalled_put_is_given_up_and_repeated(
     uploader = Uploader(spool, url, proxied(), lock, open_remote=impatient)
     thread = threading.Thread(target=uploader.run, daemon=True)
     thread.start()
-    assert target.upload(_WAIT_S)
+    assert target.upload(WAIT_S)
     assert "stall" in {entry.action for entry in fault_proxy.log}
     assert sample_ids(open_storage(url, seaweed.storage_options)) == [1, 2]
     target.write_document("process-1a2b3c4d.json", make_manifest(target, status="closed"))
-    assert target.finish(_WAIT_S)
-    thread.join(_WAIT_S)
+    assert target.finish(WAIT_S)
+    thread.join(WAIT_S)
     assert not thread.is_alive()
 
 
@@ -283,7 +272,7 @@ def test_a_refusal_is_reported_and_does_not_stop_the_writer(
     target = make_target(url, {**seaweed.storage_options, "secret": "not-the-secret"}, root)
     target.write_part("samples", 1, make_part([1]))
     assert not target.upload(0.0)
-    assert _until(lambda: "StorageDeniedError" in target.state().last_error)
+    assert until(lambda: "StorageDeniedError" in target.state().last_error)
     target.write_part("samples", 1, make_part([2]))
     assert target.state().tables["samples"].rows_in_spool == 2
     (spool,) = root.iterdir()
@@ -297,14 +286,14 @@ def test_no_secret_is_on_disk(bucket: str, root: Path, seaweed: ObjectStore) -> 
     target = make_target(url, {**seaweed.storage_options, "secret": secret}, root)
     target.write_document("process-1a2b3c4d.json", make_manifest(target, status="running"))
     target.write_part("samples", 1, make_part([1]))
-    assert _until(lambda: "StorageDeniedError" in target.state().last_error)
+    assert until(lambda: "StorageDeniedError" in target.state().last_error)
     (spool,) = root.iterdir()
     files = [path for path in spool.rglob("*") if path.is_file()]
     assert len(files) > 5
     for path in files:
         assert secret.encode() not in path.read_bytes(), path
         assert seaweed.key.encode() not in path.read_bytes(), path
-    for pid in _uploader_pids(spool):
+    for pid in uploader_pids(spool):
         for name in ("cmdline", "environ"):
             assert secret.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
     assert (spool.stat().st_mode & 0o777) == 0o700
@@ -316,7 +305,7 @@ def test_an_unverified_run_is_claimed_by_its_uploader(seaweed: ObjectStore, buck
     url = f"s3://{bucket}/run"
     target = make_target(url, seaweed.storage_options, root, claim=make_claim(url, verified=False))
     target.write_part("samples", 1, make_part([1]))
-    assert target.upload(_WAIT_S)
+    assert target.upload(WAIT_S)
     storage = open_storage(url, seaweed.storage_options)
     assert decode_run(storage.read(layout.RUN_FILE)).run_id == "night-7"
     generation = decode_generation(storage.read(layout.generation_file(0)))
@@ -333,7 +322,7 @@ def test_an_unverified_run_leaves_another_runs_folder_alone(
     ensure_run(storage, make_run("other"))
     target = make_target(url, seaweed.storage_options, root, claim=make_claim(url, verified=False))
     target.write_part("samples", 1, make_part([1]))
-    assert target.upload(_WAIT_S)
+    assert target.upload(WAIT_S)
     assert sample_ids(storage) == []
     assert sample_ids(storage.child("run-night-7")) == [1]
 
@@ -355,7 +344,7 @@ def test_a_run_that_was_claimed_beside_uploads_there(seaweed: ObjectStore, bucke
             members_complete=True,
         )
     )
-    assert target.upload(_WAIT_S)
+    assert target.upload(WAIT_S)
     assert sample_ids(storage.child("run-night-7")) == [1]
     stored = decode_generation(storage.child("run-night-7").read(layout.generation_file(0)))
     assert stored.members_complete
@@ -367,13 +356,13 @@ def test_asked_to_end_an_uploader_hurries(seaweed: ObjectStore, bucket: str, roo
     target = make_target(url, seaweed.storage_options, root)
     target.keep_alive()
     (spool,) = root.iterdir()
-    assert _until(lambda: (spool / LOG).exists() and "begins" in (spool / LOG).read_text())
+    assert until(lambda: (spool / LOG).exists() and "begins" in (spool / LOG).read_text())
     target.write_part("samples", 1, make_part([1]))
-    (pid,) = _uploader_pids(spool)
+    (pid,) = uploader_pids(spool)
     os.kill(pid, signal.SIGTERM)
     storage = open_storage(url, seaweed.storage_options)
-    assert _until(lambda: sample_ids(storage) == [1])
-    assert target.upload(_WAIT_S)
+    assert until(lambda: sample_ids(storage) == [1])
+    assert target.upload(WAIT_S)
 
 
 def test_a_part_that_cannot_be_read_does_not_hold_up_the_rest(
@@ -386,7 +375,7 @@ def test_a_part_that_cannot_be_read_does_not_hold_up_the_rest(
     target.write_document("process-1a2b3c4d.json", make_manifest(target, status="running"))
     lock = None
     while lock is None:
-        for pid in _uploader_pids(spool):
+        for pid in uploader_pids(spool):
             os.kill(pid, signal.SIGKILL)
         lock = FileLock.acquire(spool / UPLOADER_LOCK, timeout_s=5)
     target.write_part("samples", 1, make_part([1]))
@@ -395,7 +384,7 @@ def test_a_part_that_cannot_be_read_does_not_hold_up_the_rest(
     (folder,) = process_folders(spool)
     list_parts(folder)[1].path.write_bytes(b"PAR1 nonsense")
     lock.release()
-    assert target.upload(_WAIT_S)
+    assert target.upload(WAIT_S)
     storage = open_storage(url, seaweed.storage_options)
     assert sample_ids(storage) == [1, 2]
     samples = stored_manifest(storage).tables["samples"]
@@ -408,14 +397,14 @@ def test_memory_is_served_by_a_thread(root: Path) -> None:
     url = "memory://spool-test/run"
     target = make_target(url, None, root)
     target.write_part("samples", 2, make_part([1, 2]))
-    assert target.upload(_WAIT_S)
+    assert target.upload(WAIT_S)
     assert [thread.name for thread in threading.enumerate()].count("torchinstruments-uploader") == 1
     target.write_document("process-1a2b3c4d.json", make_manifest(target, status="closed"))
-    assert target.finish(_WAIT_S)
+    assert target.finish(WAIT_S)
     storage = open_storage(url)
     assert sample_ids(storage) == [1, 2]
     assert stored_manifest(storage).status == "closed"
-    assert _until(lambda: not list(root.iterdir()))
+    assert until(lambda: not list(root.iterdir()))
 
 
 def test_a_folder_on_a_shared_disk_goes_through_the_same_spool(tmp_path: Path, root: Path) -> None:
@@ -423,7 +412,7 @@ def test_a_folder_on_a_shared_disk_goes_through_the_same_spool(tmp_path: Path, r
     url = str(tmp_path / "shared run")
     target = make_target(url, None, root)
     target.write_part("history", 3, make_part([1, 2, 3], "history"))
-    assert target.upload(_WAIT_S)
+    assert target.upload(WAIT_S)
     assert sample_ids(open_storage(url), "history") == [1, 2, 3]
 
 
@@ -443,7 +432,7 @@ def test_joined_parts_keep_a_samples_rows_together(tmp_path: Path, root: Path) -
         writer.flush()
     writer.add_sample(backward(2, *gradients))
     lock.release()
-    assert writer.close(_WAIT_S)
+    assert writer.close(WAIT_S)
 
     (part,) = open_storage(url).list("rank-000/history.parts")
     rows = pq.read_table(Path(url) / part.path).to_pylist()
@@ -455,26 +444,6 @@ def test_joined_parts_keep_a_samples_rows_together(tmp_path: Path, root: Path) -
     ]
     assert [row["metric"] for row in rows[:3]] == ["mean", "std", "zero_fraction"]
     assert pq.ParquetFile(Path(url) / part.path).num_row_groups == 1
-
-
-def _until(condition: Callable[[], object], timeout_s: float = _WAIT_S) -> bool:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.1)
-    return True
-
-
-def _uploader_pids(spool: Path) -> list[int]:
-    """Returns the living uploader processes of one spool."""
-    found = []
-    for name in os.listdir("/proc"):
-        with contextlib.suppress(OSError, ValueError):
-            arguments = Path(f"/proc/{int(name)}/cmdline").read_bytes().split(b"\0")
-            if b"torchinstruments.store.uploader" in arguments and str(spool).encode() in arguments:
-                found.append(int(name))
-    return found
 
 
 def _environment() -> dict[str, str]:

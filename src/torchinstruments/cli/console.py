@@ -24,10 +24,14 @@ class ProgressLine:
 
     Args:
         what: What is counted, ``ranks``.
+        done: What was done to them, ``read``.
+        doing: What is being done to them, ``reading``.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, *, done: str = "read", doing: str = "reading") -> None:
         self._what = what
+        self._done = done
+        self._doing = doing
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._last_tenth = 0
@@ -52,7 +56,7 @@ class ProgressLine:
         if tenth > self._last_tenth:
             self._last_tenth = tenth
             print(
-                f"read {done} of {total} {self._what} ({100 * done // max(total, 1)}%)",
+                f"{self._done} {done} of {total} {self._what} ({100 * done // max(total, 1)}%)",
                 file=sys.stderr,
                 flush=True,
             )
@@ -63,7 +67,7 @@ class ProgressLine:
             from rich.progress import Progress
 
             self._bar = Progress(console=Console(file=sys.stderr), transient=True)
-            self._task = self._bar.add_task(f"reading {self._what}", total=total)
+            self._task = self._bar.add_task(f"{self._doing} {self._what}", total=total)
             self._bar.start()
         if self._task is not None:
             self._bar.update(self._task, completed=done)

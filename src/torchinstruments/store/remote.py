@@ -8,6 +8,7 @@ write too: listings are asked for anew, and a cache in a chain of URLs is passed
 exclusive creation of files.
 """
 
+import contextlib
 import datetime as dt
 import io
 import threading
@@ -282,6 +283,18 @@ class FsspecStorage:
                     raise
                 self._call(self._filesystem.makedirs, key.rpartition("/")[0], exist_ok=True)
                 self._call(self._filesystem.put_file, str(source), key, extra_s=extra_s)
+
+    def remove(self, path: str) -> None:
+        """Deletes a file that this process has made itself; one that is not there is no error (doctor alone).
+
+        Args:
+            path: The file, relative to the folder.
+
+        Raises:
+            StorageError: The store refused or did not answer.
+        """
+        with self._explained(path, "deleting"), contextlib.suppress(FileNotFoundError):
+            self._call(self._filesystem.rm_file, self._key(path))
 
     def list(self, path: str = "") -> Listing:
         """Returns what lies directly in a folder.

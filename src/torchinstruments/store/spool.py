@@ -5,7 +5,7 @@ spool and sees to it that one uploader a host and run is alive; that process joi
 the training process, and takes over what dead processes left. See `spool_folder` for what lies where.
 
 The spool is bounded: beyond 8 GiB, or a tenth of the disk space that was free at the start, a part is refused
-like on a full disk.
+like on a full disk. It is its user's alone: see `private_folders`.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from torchinstruments.store.claim import run_url
 from torchinstruments.store.local import LocalStorage
 from torchinstruments.store.locks import FileLock
 from torchinstruments.store.manifest import TableState, decode_manifest, encode_document
+from torchinstruments.store.private_folders import make_private_folder, own_spool_root
 from torchinstruments.store.spool_folder import (
     ABOUT,
     CLOSED,
@@ -95,7 +96,7 @@ class SpoolTarget:
         in_process = needs_this_process(url, storage_options)
         spool_root = environment.spool_root() if root is None else root
         name = spool_folder_name(claim.run_id, shown, identity.process if in_process else "")
-        self._spool = Path(os.path.abspath(spool_root.expanduser())) / name
+        self._spool = own_spool_root(Path(os.path.abspath(spool_root.expanduser()))) / name
         self._folder = self._spool / f"rank-{identity.rank:03d}-{identity.process}"
         self._process = identity.process
         about = About(
@@ -327,7 +328,7 @@ class SpoolTarget:
 def _make_process_folder(folder: Path, about: About) -> FileLock:
     for last_try in (*[False] * (_TRIES - 1), True):
         try:
-            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(folder.parent)
             with published(folder) as temporary:
                 lock = FileLock.acquire(temporary / WRITER_LOCK)
                 assert lock is not None, "nobody else knows this folder yet"

@@ -5,6 +5,8 @@
     <spool root>/<run id>-<8 hex of the address>/      0700, one for each host and run
         uploader.lock                                  held by the one uploader
         uploader.log                                   what it has to say, bounded
+        uploader.json                                  which one it is and what it fails at
+        uploader.handover                              a request to end in favour of another one
         unreadable/                                    spooled parts that Parquet cannot read
         rank-000-1a2b3c4d/                             one for each process
             about.json                                 whose rows these are and where they go; no secrets
@@ -243,12 +245,14 @@ def process_folders(spool: Path) -> list[Path]:
 
 
 def spooled_bytes(spool: Path) -> int:
-    """Returns how much lies in the spool of a run, over all its processes."""
+    """Returns how many bytes lie in the spool of a run, over all its processes, unreadable parts too."""
     total = 0
     for folder in process_folders(spool):
         with contextlib.suppress(FileNotFoundError):
             total += sum(part.size_bytes for part in list_parts(folder))
             total += sum(path.stat().st_size for path in list_segments(folder, open_too=True))
+    with contextlib.suppress(FileNotFoundError):
+        total += sum(path.stat().st_size for path in (spool / UNREADABLE).iterdir())
     return total
 
 

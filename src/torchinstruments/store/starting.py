@@ -3,22 +3,28 @@
 Whoever can take ``uploader.lock`` finds that there is none, starts one, and hands it the lock that it holds:
 the kernel keeps it held without a gap, so no two are ever started. Address and options go through a pipe,
 never through arguments, variables or files.
+
+An uploader that fails and is older than this process may have been started with what no longer works, such as
+credentials that have expired. It is asked for its place, once: whichever follows it is younger.
 """
 
 import os
 import pickle
 import subprocess
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from torchinstruments.store.children import child_arguments, child_environment
 from torchinstruments.store.locks import FileLock
 from torchinstruments.store.spool_folder import LOG, UPLOADER_LOCK
+from torchinstruments.store.uploader_state import read_uploader_state, take_over
 
 __all__ = ["UploaderStarter"]
 
 _SETTLE_S = 5.0
+_HANDOVER_S = 2.0
 
 
 class _Detached(subprocess.Popen[bytes]):
@@ -50,6 +56,7 @@ class UploaderStarter:
         self._url = url
         self._storage_options = dict(storage_options or {})
         self._in_process = in_process
+        self._made_at_s = time.time()
         self._thread: threading.Thread | None = None
         self._process: _Detached | None = None
         self.last_error = ""
@@ -59,6 +66,8 @@ class UploaderStarter:
         self._reap()
         try:
             lock = FileLock.acquire(self._spool / UPLOADER_LOCK)
+            if lock is None and self._should_replace():
+                lock = take_over(self._spool, _HANDOVER_S)
             if lock is None:
                 self.last_error = ""
                 return
@@ -78,6 +87,10 @@ class UploaderStarter:
         if self._thread is not None:
             self._thread.join(_SETTLE_S)
         self._reap()
+
+    def _should_replace(self) -> bool:
+        state = read_uploader_state(self._spool)
+        return state is not None and state.last_error != "" and state.started_at_s < self._made_at_s
 
     def _start_thread(self, lock: FileLock) -> None:
         from torchinstruments.store.uploader import Uploader

@@ -3,7 +3,8 @@
 ``python -m torchinstruments.store.uploader SPOOL`` reads the address and its options from standard input,
 takes over or takes ``uploader.lock``, and works until no process of the run is alive on this host and its
 spool is empty. A store that fails is tried again with growing pauses; one that fails for a day after the last
-process has ended is given up, and the spool stays for the next uploader. It never imports torch or Polars.
+process has ended is given up, and the spool stays for the next uploader. One that is asked for its place ends
+after the request that it is at. It never imports torch or Polars.
 
 The same loop runs in a thread where only the training process can reach the address.
 """
@@ -32,6 +33,13 @@ from torchinstruments.store.filesystem import Storage, open_storage
 from torchinstruments.store.locks import FileLock
 from torchinstruments.store.shipment import Shipment
 from torchinstruments.store.spool_folder import LOG, UNREADABLE, UPLOADER_LOCK, process_folders
+from torchinstruments.store.uploader_state import (
+    UploaderState,
+    clear_handover,
+    clear_uploader_state,
+    is_handover_wanted,
+    write_uploader_state,
+)
 from torchinstruments.store.urls import scrub, secrets_of
 
 __all__ = ["GIVE_UP_AFTER_S", "Backoff", "Uploader", "main"]
@@ -98,8 +106,14 @@ class Uploader:
         storage_options: Settings in fsspec's dialect.
         lock: ``uploader.lock``, held.
         give_up_after_s: Seconds of failing after the last process has ended.
+        once: Whether to end as soon as everything that lies there is up, although processes still write; it
+            then gives up after `give_up_after_s` whoever lives, and at once where the store refuses.
         open_remote: Opens the address.
         after_put: See `Shipment`.
+        after_round: Called after each try of a process's folder.
+
+    Attributes:
+        last_error: Why uploading fails at present, without secrets; ``""`` while it does not.
     """
 
     def __init__(
@@ -110,8 +124,10 @@ class Uploader:
         lock: FileLock,
         *,
         give_up_after_s: float = GIVE_UP_AFTER_S,
+        once: bool = False,
         open_remote: Callable[..., Storage] = open_storage,
         after_put: Callable[[str], None] | None = None,
+        after_round: Callable[[], None] | None = None,
     ) -> None:
         self._spool = spool
         self._url = url
@@ -120,7 +136,13 @@ class Uploader:
         self._lock = lock
         self._give_up_after_s = give_up_after_s
         self._open_remote = open_remote
+        self._once = once
         self._after_put = after_put
+        self._after_round = after_round
+        self._started_at_s = time.time()
+        self._refused = False
+        self.last_error = ""
+        self._is_noted = False
         self._base: Storage | None = None
         self._shipments: dict[str, Shipment] = {}
         self._unknown: set[str] = set()
@@ -136,12 +158,23 @@ class Uploader:
         self._wake.set()
 
     def run(self) -> int:
-        """Works until nothing is left; returns the exit code, 0 or 3 where it gave up."""
+        """Works until nothing is left or another one asks; returns the exit code, 0 or 3 where it gave up."""
         self._say(f"uploader {os.getpid()} begins")
+        with contextlib.suppress(OSError):
+            clear_handover(self._spool)
+        self._note("")
         try:
             while True:
                 more = self._round()
                 if not self._shipments and self._leave():
+                    return 0
+                if is_handover_wanted(self._spool):
+                    self._say("hands over to another uploader, as it was asked to")
+                    with contextlib.suppress(OSError):
+                        clear_handover(self._spool)
+                    return 0
+                if self._once and not more and self._backoff.failing_since_s is None:
+                    self._say("ends, for what lay here is up; processes still write")
                     return 0
                 if self._hurry_until_s is not None and time.monotonic() >= self._hurry_until_s:
                     self._say("ends as it was asked to; what is left stays in the spool")
@@ -160,15 +193,25 @@ class Uploader:
         if not self._backoff.is_due(somebody_waits=self._somebody_waits()):
             return False
         more = False
+        urgent = self._once or self._hurry_until_s is not None
+        failures = 0
         for shipment in list(self._shipments.values()):
+            if is_handover_wanted(self._spool):
+                return True
             try:
-                more = shipment.ship(self._opened(), urgent=self._hurry_until_s is not None) or more
+                more = shipment.ship(self._opened(), urgent=urgent) or more
                 if shipment.remove_if_done():
                     del self._shipments[shipment.folder.name]
-                self._backoff.succeeded()
             except Exception as error:  # noqa: BLE001 - nothing may end the uploader while rows are left
+                failures += 1
                 if self._failed(shipment, error):
                     return False
+            finally:
+                if self._after_round is not None:
+                    self._after_round()
+        if not failures:
+            self._backoff.succeeded()
+            self._note("")
         return more
 
     def _failed(self, shipment: Shipment, error: Exception) -> bool:
@@ -177,8 +220,10 @@ class Uploader:
         if text != self._last_said:
             self._say(text)
             self._last_said = text
+        self._note(text)
         slowly = isinstance(error, (StorageDeniedError, StorageNotFoundError, ConfigurationError))
         self._backoff.failed(slowly=slowly)
+        self._refused = slowly
         if slowly:
             self._base = None  # a client of its own next time, which looks for credentials anew
         concerns_all = isinstance(error, _NOT_NOW)
@@ -187,6 +232,15 @@ class Uploader:
             with contextlib.suppress(OSError):
                 one.note_error(text)
         return concerns_all
+
+    def _note(self, text: str) -> None:
+        """Tells whoever looks into the spool who is at work, and what fails."""
+        if text == self.last_error and self._is_noted:
+            return
+        self.last_error = text
+        with contextlib.suppress(OSError):
+            write_uploader_state(self._spool, UploaderState(os.getpid(), self._started_at_s, text))
+            self._is_noted = True
 
     def _opened(self) -> Storage:
         if self._base is None:
@@ -209,7 +263,11 @@ class Uploader:
                 self._say(f"{folder} was not written by this release and is left alone: {error}")
 
     def _somebody_waits(self) -> bool:
-        return self._hurry_until_s is not None or any(one.has_request() for one in self._shipments.values())
+        return (
+            self._once
+            or self._hurry_until_s is not None
+            or any(one.has_request() for one in self._shipments.values())
+        )
 
     def _rest(self) -> None:
         end_s = time.monotonic() + _ROUND_S
@@ -217,14 +275,18 @@ class Uploader:
             if self._wake.wait(min(_LOOK_S, left_s)):
                 self._wake.clear()
                 return
+            if is_handover_wanted(self._spool):
+                return
             if self._backoff.failing_since_s is None and self._somebody_waits():
                 return
 
     def _has_given_up(self) -> bool:
         since_s = self._backoff.failing_since_s
+        if since_s is not None and self._once and self._refused:
+            return True
         if since_s is None or time.monotonic() - since_s < self._give_up_after_s:
             return False
-        return all(shipment.is_over() for shipment in self._shipments.values())
+        return self._once or all(shipment.is_over() for shipment in self._shipments.values())
 
     def _leave(self) -> bool:
         """Clears the empty spool and frees the lock; returns False where a process came in between."""
@@ -233,6 +295,7 @@ class Uploader:
             (self._spool / UNREADABLE).rmdir()
         if not (self._spool / UNREADABLE).exists() and not self._unknown:
             (self._spool / LOG).unlink(missing_ok=True)
+        clear_uploader_state(self._spool)
         (self._spool / UPLOADER_LOCK).unlink(missing_ok=True)
         self._lock.release()
         with contextlib.suppress(OSError):
@@ -243,6 +306,8 @@ class Uploader:
             lock = FileLock.acquire(self._spool / UPLOADER_LOCK)
             if lock is not None:
                 self._lock = lock
+                self._is_noted = False
+                self._note(self.last_error)
                 return False
         return True
 
