@@ -164,7 +164,7 @@ FILE_DAMAGE: Mapping[str, tuple[Callable[[bytes], bytes], str]] = {
     "encrypted": (lambda data: b"PARE" + data[4:-4] + b"PARE", "not_parquet"),
     "a footer longer than the file": (lambda data: data[:-8] + b"\xff\xff\xff\x7fPAR1", "truncated"),
     "a footer of something else": (lambda data: data[:-400] + bytes(392) + data[-8:], "not_parquet"),
-    "fewer rows than it claims": (claims_more, "unreadable: 190 rows where its footer says 8000"),
+    "fewer rows than it claims": (claims_more, "unreadable: 8000 rows are not those of its row groups"),
 }
 
 
@@ -379,7 +379,7 @@ def test_a_file_that_goes_away_is_looked_for_once_more(
     walk = LocalStorage.walk
     listings: list[int] = []
 
-    def walk_then_vanish(self: LocalStorage) -> Any:
+    def walk_then_vanish(self: LocalStorage, enters: Any) -> Any:
         found = walk(self)
         listings.append(len(found))
         if doomed:

@@ -41,7 +41,7 @@ def test_each_folder_is_listed_once_and_each_part_read_twice_at_most(
     reads: dict[str, int] = {}
     walk, read = LocalStorage.walk, LocalStorage.read
 
-    def walking(self: LocalStorage) -> object:
+    def walking(self: LocalStorage, enters: object) -> object:
         walks.append(self.url)
         return walk(self)
 

@@ -43,6 +43,7 @@ from torchinstruments.store.filesystem import open_storage
 from torchinstruments.store.inventory import SetAside, read_catalog, read_checks
 from torchinstruments.store.layout import MERGED
 from torchinstruments.store.liveness import process_status, store_now_s
+from torchinstruments.store.local import require_no_link
 from torchinstruments.store.manifest import encode_document
 from torchinstruments.store.schema import KEY_COLUMNS
 from torchinstruments.store.urls import check_url, check_writable
@@ -98,6 +99,8 @@ def merge_run(
     def merge_with(pool: Executor) -> MergeResult:
         for is_second in (False, True):
             plan = plan_merge(urls, storage_options, ranks, is_second=is_second)
+            if output is None:
+                require_no_link(plan.storages[0], MERGED)
             try:
                 return _merge(plan, output, inline_ranks, progress, pool)
             except ChangedPartError as error:

@@ -13,6 +13,9 @@ from torchinstruments.records import GenerationRecord, RunRecord
 __all__ = ["Expectation", "expectations"]
 
 _LISTED = "ranks:"
+_MAX_DIGITS = 20
+_MAX_EXPECTED = 2 * MAX_RANKS
+"""Ranks of all generations together that are named by the policy alone; further ones are not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +37,18 @@ class Expectation:
 def expectations(run: RunRecord, generations: Sequence[GenerationRecord]) -> tuple[Expectation, ...]:
     """Returns what each generation should have left; without any, what ``run.json`` says of the first one."""
     if not generations:
-        by_policy = _policy_ranks(run.rank_policy, run.world_size)
+        by_policy = _policy_ranks(run.rank_policy, run.world_size, _MAX_EXPECTED)
         return (Expectation(0, tuple(sorted(by_policy or ())), by_policy is not None),)
-    return tuple(_expectation(run, generation) for generation in generations)
+    found: list[Expectation] = []
+    room = _MAX_EXPECTED
+    for generation in generations:
+        found.append(_expectation(run, generation, room))
+        room -= len(found[-1].ranks)
+    return tuple(found)
 
 
-def _expectation(run: RunRecord, generation: GenerationRecord) -> Expectation:
-    by_policy = _policy_ranks(run.rank_policy, generation.world_size)
+def _expectation(run: RunRecord, generation: GenerationRecord, room: int) -> Expectation:
+    by_policy = _policy_ranks(run.rank_policy, generation.world_size, room)
     observing = {member.rank for member in generation.members if member.observing}
     silent = {member.rank for member in generation.members if not member.observing}
     ranks = ((by_policy or set()) | observing) - silent
@@ -49,14 +57,22 @@ def _expectation(run: RunRecord, generation: GenerationRecord) -> Expectation:
     )
 
 
-def _policy_ranks(policy: str, world_size: int) -> set[int] | None:
-    """Returns the ranks that a policy names, or None where rank and world size do not tell."""
+def _policy_ranks(policy: str, world_size: int, room: int) -> set[int] | None:
+    """Returns the ranks that a policy names, or None where rank and world size do not tell.
+
+    Args:
+        policy: As in ``run.json``.
+        world_size: Ranks of the generation.
+        room: Ranks that may still be named.
+    """
     if policy == "all":
-        return set(range(world_size)) if world_size <= MAX_RANKS else None
+        return set(range(world_size)) if world_size <= min(MAX_RANKS, room) else None
     if policy == "rank0":
         return {0}
     if policy.startswith(_LISTED):
         listed = policy.removeprefix(_LISTED).split(",")
-        if all(rank.strip().isdecimal() for rank in listed):
+        if len(listed) <= room and all(
+            rank.strip().isdecimal() and len(rank) <= _MAX_DIGITS for rank in listed
+        ):
             return {int(rank) for rank in listed if int(rank) < world_size}
     return None

@@ -9,11 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchinstruments.errors import StorageError
+from torchinstruments.merge.claims import Claims
 from torchinstruments.merge.failures import of_rank
 from torchinstruments.merge.row_checks import checked, table_schema
 from torchinstruments.merge.sources import Source, opened
 from torchinstruments.store.documents import UnusableFileError
-from torchinstruments.store.inspection import Expected, inspect_footer
+from torchinstruments.store.inspection import Expected, check_size, inspect_footer
 from torchinstruments.store.inventory import PartFile
 from torchinstruments.store.schema import TABLE_SCHEMAS
 from torchinstruments.store.storage import Storage
@@ -56,8 +57,7 @@ def open_part(storage: Storage, part: PartFile, run_id: str) -> Generator[pq.Par
     Raises:
         UnusableFileError: It is to be left out.
     """
-    if part.size_bytes == 0:
-        raise UnusableFileError("empty_file")
+    check_size(part.size_bytes)
     with contextlib.ExitStack() as stack:
         if part.size_bytes <= MAX_FETCHED_BYTES:
             data = storage.read(part.path)
@@ -101,7 +101,17 @@ def batches(
     due = metadata.num_rows
     if is_wanted is not None:
         due = sum(metadata.row_group(number).num_rows for number in chosen)
-    return checked(_decoded(file, names, chosen), table_schema(file.schema_arrow.names), due)
+    decoded = _decoded(file, names, chosen)
+    if is_wanted is None:
+        # What chooses by the footer comes later, when it is known to speak the truth.
+        decoded = _held_against_footer(decoded, Claims(metadata, chosen, names))
+    return checked(decoded, table_schema(file.schema_arrow.names), due)
+
+
+def _held_against_footer(batches: Iterator[pa.RecordBatch], claims: Claims) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        claims.check(batch)
+        yield batch
 
 
 def _decoded(file: pq.ParquetFile, names: list[str], chosen: Sequence[int]) -> Iterator[pa.RecordBatch]:
@@ -139,8 +149,9 @@ def check_all_columns(file: pq.ParquetFile) -> None:
         UnusableFileError: A row has what no row of that table can have.
         Exception: Whatever a decoder trips over.
     """
-    for _ in batches(file, file.schema_arrow.names):
-        pass
+    for batch in batches(file, file.schema_arrow.names):
+        # Texts are taken as they are until somebody asks for one: bytes that are none show only here.
+        batch.validate(full=True)
 
 
 def checked_batches(
@@ -181,7 +192,9 @@ def reread(
         StorageError: A store did not answer.
     """
     with _second_look(sources, run_id, part) as file:
-        yield from batches(file, columns, is_wanted)
+        for batch in batches(file, columns, is_wanted):
+            _check_texts(batch)
+            yield batch
 
 
 def reread_groups(
@@ -197,7 +210,18 @@ def reread_groups(
         for group in groups:
             # One thread: the merge is parallel over what is compared.
             table = file.read_row_group(group, columns=list(columns), use_threads=False)
-            yield from table.unify_dictionaries().combine_chunks().to_batches()
+            for batch in table.unify_dictionaries().combine_chunks().to_batches():
+                _check_texts(batch)
+                yield batch
+
+
+def _check_texts(batch: pa.RecordBatch) -> None:
+    """Refuses bytes that are no text, which Arrow takes as they are until somebody asks for them."""
+    for column in batch.columns:
+        if pa.types.is_dictionary(column.type):
+            column.dictionary.validate(full=True)
+        elif pa.types.is_string(column.type):
+            column.validate(full=True)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,9 @@ from torchinstruments.errors import ConfigurationError
 
 __all__ = ["MAX_RANKS", "parse_ranks", "ranks_text"]
 
-MAX_RANKS = 10_000_000
+_MAX_SPAN_CHARACTERS = 100
+
+MAX_RANKS = 1_000_000
 """A world larger than this is a mistake."""
 
 
@@ -30,7 +32,7 @@ def parse_ranks(text: str) -> frozenset[int]:
     ranks: set[int] = set()
     for span in text.split(","):
         low, dash, high = (part.strip() for part in span.partition("-"))
-        if not low.isdecimal() or (dash and not high.isdecimal()):
+        if not low.isdecimal() or (dash and not high.isdecimal()) or len(span) > _MAX_SPAN_CHARACTERS:
             raise ConfigurationError(_complaint(text))
         first, last = int(low), int(high) if dash else int(low)
         if last < first or last - first > MAX_RANKS:

@@ -50,6 +50,9 @@ __all__ = ["HISTORY_COLUMNS", "SAMPLE_COLUMNS", "forget_layouts", "read_rank"]
 MAX_HELD_ROWS = 1_000_000
 """Parts with more rows than this are decoded twice rather than held: about 100 bytes a row."""
 
+MAX_DISAGREEMENTS = 100
+"""Kinds of rows that say something else than their place, of one part; one with more is set aside."""
+
 _SHARED = SharedLayouts()
 _FOREIGN = "foreign_run"
 _IDENTITY_COLUMNS = ("generation", "rank", "process")
@@ -311,6 +314,8 @@ class _RankReader:
         for place, rows in _counted(positions).items():
             if texts[place] != part.process:
                 found["process", texts[place][:80], part.process] += rows
+        if len(found) > MAX_DISAGREEMENTS or len(generations) > MAX_DISAGREEMENTS:
+            raise UnusableFileError("misplaced", f"its rows are of more than {MAX_DISAGREEMENTS} processes")
 
     def _note(
         self, part: PartFile, num_rows: int, found: Counter[tuple[str, str, str]], generations: set[int]

@@ -6,7 +6,10 @@ import msgspec
 
 from torchinstruments.records import ModuleRecord
 
-__all__ = ["ModuleCatalog", "decode_catalog"]
+__all__ = ["MAX_LAYERS", "ModuleCatalog", "decode_catalog"]
+
+MAX_LAYERS = 250_000
+"""Layers that a catalog may have; the largest models have some 100,000."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,4 +39,9 @@ def decode_catalog(data: bytes) -> ModuleCatalog:
     Raises:
         msgspec.DecodeError: The bytes are no JSON, or no catalog.
     """
-    return msgspec.json.decode(data, type=ModuleCatalog)
+    catalog = msgspec.json.decode(data, type=ModuleCatalog)
+    if len(catalog.modules) > MAX_LAYERS:
+        raise msgspec.ValidationError(
+            f"it has {len(catalog.modules)} layers, and at most {MAX_LAYERS} are read"
+        )
+    return catalog

@@ -4,6 +4,8 @@ from typing import Any
 
 import msgspec
 
+from torchinstruments.store.documents import require_plain
+
 __all__ = ["ChecksDocument", "FoundChecks", "SessionReport", "decode_checks"]
 
 
@@ -45,6 +47,24 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
     finalized_reason: str = ""
 
 
+class _Finding(msgspec.Struct):
+    """What readers take of a finding."""
+
+    severity: str = ""
+    code: str = ""
+    check: str = ""
+    attempt: int | None = None
+    names: tuple[str, ...] = ()
+
+
+class _Unavailable(msgspec.Struct):
+    """What readers take of an entry on what could not be looked at."""
+
+    check: str = ""
+    reason: str = ""
+    names: tuple[str, ...] = ()
+
+
 class FoundChecks(msgspec.Struct, frozen=True, kw_only=True):
     """The document as readers take it; see `ChecksDocument`."""
 
@@ -62,4 +82,11 @@ def decode_checks(data: bytes) -> FoundChecks:
     Raises:
         msgspec.DecodeError: The bytes are no JSON, or no such document.
     """
-    return msgspec.json.decode(data, type=FoundChecks)
+    found = msgspec.json.decode(data, type=FoundChecks)
+    for session in found.sessions:
+        require_plain("a finding", session.findings)
+        for finding in session.findings:
+            msgspec.convert(finding, type=_Finding)
+        for entry in session.unavailable:
+            msgspec.convert(entry, type=_Unavailable)
+    return found

@@ -5,7 +5,7 @@ shape, or it is refused with a reason code. Only ``run.json`` has to be readable
 the rest of a folder means.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -18,19 +18,29 @@ from torchinstruments.store.storage import Storage
 
 __all__ = [
     "GONE",
+    "MAX_CHECKS_BYTES",
     "MAX_DOCUMENT_BYTES",
+    "MAX_STATE_BYTES",
     "UnusableFileError",
     "decode_document",
     "decode_generation",
     "decode_run",
     "read_document",
     "read_run",
+    "require_plain",
 ]
 
 MAX_DOCUMENT_BYTES = 64 * 2**20
 """A JSON document larger than this is refused unread; a catalog of 100,000 layers has 30 MB."""
 
+MAX_STATE_BYTES = 4 * 2**20
+"""The same for ``run.json`` and for manifests, whose size does not grow with the run."""
+
+MAX_CHECKS_BYTES = 16 * 2**20
+"""The same for reports of checks, whose plain values take up to 25 times as much memory as text."""
+
 _MAX_REASON_CHARACTERS = 200
+_MAX_DEPTH = 32
 _MAX_SAMPLE_ID = 2**63 - 1
 _MAX_WINDOW = 10**12
 
@@ -67,7 +77,7 @@ def read_run(storage: Storage, size_bytes: int = 0) -> RunRecord:
         StorageError: The store refused or did not answer.
     """
     try:
-        _require_size(size_bytes)
+        _require_size(size_bytes, MAX_STATE_BYTES)
         return decode_document(storage.read(layout.RUN_FILE), decode_run)
     except FileNotFoundError:
         raise RunFormatError(
@@ -87,14 +97,20 @@ def read_run(storage: Storage, size_bytes: int = 0) -> RunRecord:
         ) from None
 
 
-def read_document(storage: Storage, path: str, size_bytes: int) -> bytes:
+def read_document(storage: Storage, path: str, size_bytes: int, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     """Reads a document that a listing has shown (offline).
+
+    Args:
+        storage: The run's folder.
+        path: The document below it.
+        size_bytes: Its size, as the listing told it.
+        max_bytes: A larger one is refused unread.
 
     Raises:
         UnusableFileError: It is too large, gone, or this one file may not be read.
         StorageError: The store did not answer.
     """
-    _require_size(size_bytes)
+    _require_size(size_bytes, max_bytes)
     try:
         return storage.read(path)
     except FileNotFoundError:
@@ -103,8 +119,8 @@ def read_document(storage: Storage, path: str, size_bytes: int) -> bytes:
         raise UnusableFileError("unreadable", error) from None
 
 
-def _require_size(size_bytes: int) -> None:
-    if size_bytes > MAX_DOCUMENT_BYTES:
+def _require_size(size_bytes: int, max_bytes: int) -> None:
+    if size_bytes > max_bytes:
         raise UnusableFileError("too_large", f"{size_bytes} bytes")
 
 
@@ -144,6 +160,7 @@ def decode_run(data: bytes) -> RunRecord:
     record = msgspec.json.decode(data, type=RunRecord)
     _require_world(record.world_size)
     _require_number("history.window", record.history.get("window", 0), _MAX_WINDOW)
+    require_plain("sampling", record.sampling)
     return record
 
 
@@ -159,6 +176,26 @@ def decode_generation(data: bytes) -> GenerationRecord:
     for member in record.members:
         _require_number("the rank of a member", member.rank, layout.MAX_RANK)
     return record
+
+
+def require_plain(what: str, value: object) -> None:
+    """Refuses a free-form value that is nested so deeply that no document could hold it any more.
+
+    Raises:
+        msgspec.ValidationError: It is.
+    """
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        inner: list[object] = []
+        for one in level:
+            if isinstance(one, Mapping):
+                inner += one.values()
+            elif isinstance(one, (list, tuple)):
+                inner += one
+        if not inner:
+            return
+        level = inner
+    raise msgspec.ValidationError(f"{what} is nested more than {_MAX_DEPTH} levels deep")
 
 
 def _require_world(size: int) -> None:

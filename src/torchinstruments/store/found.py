@@ -116,6 +116,7 @@ class Inventory:
         set_aside: Documents that could not be used, and parts that lie here twice.
         strange: Files where only parts or this package's documents may lie, as (source, path).
         newest_at: Newest modification time of the run's files, in seconds since the epoch, where known.
+        newest_generation: Highest generation that a record or a manifest tells, -1 where none does.
     """
 
     storages: tuple[Storage, ...]
@@ -125,6 +126,7 @@ class Inventory:
     set_aside: tuple[SetAside, ...]
     strange: tuple[tuple[int, str], ...]
     newest_at: float | None
+    newest_generation: int
 
     @property
     def manifests(self) -> tuple[ManifestFile, ...]:

@@ -22,8 +22,11 @@ from torchinstruments.store.storage import Storage
 __all__ = [
     "MAX_FOOTER_BYTES",
     "MAX_GROUP_BYTES",
+    "MAX_PART_BYTES",
+    "MAX_PART_ROWS",
     "Expected",
     "PartInfo",
+    "check_size",
     "inspect_file",
     "inspect_footer",
     "inspect_part",
@@ -34,6 +37,12 @@ MAX_FOOTER_BYTES = 4 * 2**20
 
 MAX_GROUP_BYTES = 64 * 2**20
 """A row group that claims to unpack to more is refused: a full one of ours takes about 2 MB."""
+
+MAX_PART_BYTES = 2**30
+"""A part larger than this is refused unread: ours have a few megabytes."""
+
+MAX_PART_ROWS = 16 * 2**20
+"""A part of more rows is refused: a row that repeats takes no room in a file, and does in memory."""
 
 _MAGIC = b"PAR1"
 _ENCRYPTED_MAGIC = b"PARE"
@@ -100,8 +109,7 @@ def inspect_part(storage: Storage, path: str, expected: Expected, size_bytes: in
         UnusableFileError: The part is to be left out; its reason says why.
         StorageError: The store did not answer.
     """
-    if size_bytes == 0:
-        raise UnusableFileError("empty_file")
+    check_size(size_bytes)
     try:
         with storage.open_input(path, size_bytes) as file:
             return inspect_file(file, expected)
@@ -109,6 +117,18 @@ def inspect_part(storage: Storage, path: str, expected: Expected, size_bytes: in
         raise UnusableFileError("unreadable", "it is gone") from None
     except StorageDeniedError as error:
         raise UnusableFileError("unreadable", error) from None
+
+
+def check_size(size_bytes: int) -> None:
+    """Refuses a part by the size that a listing told, before anything of it is read.
+
+    Raises:
+        UnusableFileError: It is empty or too large.
+    """
+    if size_bytes == 0:
+        raise UnusableFileError("empty_file")
+    if size_bytes > MAX_PART_BYTES:
+        raise UnusableFileError("too_large", f"{size_bytes} bytes")
 
 
 def inspect_file(file: BinaryIO, expected: Expected) -> PartInfo:
@@ -134,11 +154,7 @@ def inspect_footer(file: BinaryIO, expected: Expected) -> tuple[PartInfo, pq.Fil
     _check_metadata(own, expected)
     _check_schema(metadata, expected.table)
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-    for index, group in enumerate(groups):
-        if group.num_rows > schema.MAX_ROW_GROUP_ROWS or group.total_byte_size > MAX_GROUP_BYTES:
-            raise UnusableFileError(
-                "too_large", f"row group {index} has {group.num_rows} rows, {group.total_byte_size} bytes"
-            )
+    _check_groups(metadata, groups, size_bytes)
     ranges = _sample_id_ranges(groups, expected.table)
     info = PartInfo(
         table=expected.table,
@@ -223,6 +239,31 @@ def _check_schema(metadata: pq.FileMetaData, table: str) -> None:
             raise UnusableFileError(
                 "schema_mismatch", f"{has.name} {has.type} where {wants.name} {wants.type} is due"
             )
+
+
+def _check_groups(metadata: pq.FileMetaData, groups: list[pq.RowGroupMetaData], size_bytes: int) -> None:
+    """Refuses row groups that are larger than ours, and numbers that contradict each other."""
+    if metadata.num_rows > MAX_PART_ROWS:
+        raise UnusableFileError("too_large", f"{metadata.num_rows} rows")
+    if metadata.num_rows != sum(group.num_rows for group in groups):
+        raise UnusableFileError("unreadable", f"{metadata.num_rows} rows are not those of its row groups")
+    for index, group in enumerate(groups):
+        columns = [group.column(place) for place in range(group.num_columns)]
+        unpacked = max(group.total_byte_size, sum(one.total_uncompressed_size for one in columns))
+        if group.num_rows > schema.MAX_ROW_GROUP_ROWS or unpacked > MAX_GROUP_BYTES:
+            raise UnusableFileError(
+                "too_large", f"row group {index} has {group.num_rows} rows, {unpacked} bytes"
+            )
+        for one in columns:
+            packed = one.total_compressed_size
+            if min(group.num_rows, one.total_uncompressed_size, packed) < 0 or packed > size_bytes:
+                raise UnusableFileError("schema_mismatch", f"row group {index} has impossible sizes")
+            if one.num_values != group.num_rows:
+                raise UnusableFileError(
+                    "schema_mismatch",
+                    f"row group {index} has {one.num_values} values of {one.path_in_schema} "
+                    f"for {group.num_rows} rows",
+                )
 
 
 def _number(own: dict[str, str], name: str) -> int:

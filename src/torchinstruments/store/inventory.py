@@ -12,7 +12,12 @@ from collections.abc import Sequence
 from torchinstruments.errors import RunFormatError
 from torchinstruments.store.catalog import ModuleCatalog, decode_catalog
 from torchinstruments.store.checks import FoundChecks, decode_checks
-from torchinstruments.store.documents import UnusableFileError, decode_document, read_document
+from torchinstruments.store.documents import (
+    MAX_CHECKS_BYTES,
+    UnusableFileError,
+    decode_document,
+    read_document,
+)
 from torchinstruments.store.found import (
     CatalogFile,
     Inventory,
@@ -57,14 +62,18 @@ def take_inventory(*storages: Storage) -> Inventory:
     sorter = FileSorter(run_id=run.run_id, storages=distinct)
     times = [file.info.modified_at for file in files if sorter.belongs(file)]
     sorter.read_documents()
+    generations, ranks = sorter.generation_records(), sorter.ranks()
+    numbers = [record.generation for record in generations]
+    numbers += [found.manifest.generation for rank in ranks.values() for found in rank.manifests]
     return Inventory(
         storages=distinct,
         run=run,
-        generations=sorter.generation_records(),
-        ranks=sorter.ranks(),
+        generations=generations,
+        ranks=ranks,
         set_aside=tuple(sorted(sorter.set_aside, key=_by_place)),
         strange=tuple(sorted(sorter.strange)),
         newest_at=max((time for time in times if time is not None), default=None),
+        newest_generation=max(numbers, default=-1),
     )
 
 
@@ -97,7 +106,7 @@ def read_checks(inventory: Inventory, file: CatalogFile) -> FoundChecks | SetAsi
         StorageError: The store did not answer.
     """
     try:
-        data = read_document(inventory.storages[file.source], file.path, file.size_bytes)
+        data = read_document(inventory.storages[file.source], file.path, file.size_bytes, MAX_CHECKS_BYTES)
         found = decode_document(data, decode_checks)
     except UnusableFileError as error:
         return SetAside(file.source, file.path, error.reason)

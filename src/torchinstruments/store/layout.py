@@ -19,6 +19,7 @@ from dataclasses import dataclass
 __all__ = [
     "GENERATIONS",
     "INDEX_FILE",
+    "MAX_GENERATION",
     "MAX_RANK",
     "MERGED",
     "RESULT_FILE",
@@ -30,6 +31,7 @@ __all__ = [
     "generation_file",
     "is_rank_folder_beyond",
     "manifest_file",
+    "may_hold_files",
     "modules_file",
     "parse_checks",
     "parse_generation",
@@ -54,12 +56,17 @@ TABLES = ("history", "samples", "steps", "fingerprints")
 MAX_RANK = 2**31 - 1
 """Largest rank that the column of that name can hold."""
 
-_RANK = re.compile(r"rank-(\d{3,})")
-_PART = re.compile(r"part-([0-9a-f]{8})-(\d{6,})\.parquet")
+MAX_GENERATION = 2**31 - 1
+"""Largest generation that the column of that name can hold."""
+
+_RANK = re.compile(r"rank-([0-9]{3,})")
+_PART = re.compile(r"part-([0-9a-f]{8})-([0-9]{6,18})\.parquet")
 _MANIFEST = re.compile(r"process-([0-9a-f]{8})\.json")
 _MODULES = re.compile(r"modules-([0-9a-f]{8})\.json")
 _CHECKS = re.compile(r"checks-([0-9a-f]{8})\.json")
-_GENERATION = re.compile(r"(\d{3,})\.json")
+_GENERATION = re.compile(r"([0-9]{3,10})\.json")
+_MAX_RANK_DIGITS = 20
+_PARTS = ".parts"
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -84,7 +91,7 @@ def rank_folder(rank: int, *, alone: bool) -> str:
 def parse_rank_folder(name: str) -> int | None:
     """Returns the rank that a folder's name tells, or None where it is no rank's folder, or of no rank."""
     match = _RANK.fullmatch(name)
-    if match is None or int(match[1]) > MAX_RANK:
+    if match is None or len(match[1]) > _MAX_RANK_DIGITS or int(match[1]) > MAX_RANK:
         return None
     return int(match[1])
 
@@ -146,7 +153,18 @@ def generation_file(number: int) -> str:
 def parse_generation(name: str) -> int | None:
     """Returns the generation that a file name in ``generations/`` tells, or None."""
     match = _GENERATION.fullmatch(name)
-    return int(match[1]) if match else None
+    return int(match[1]) if match and int(match[1]) <= MAX_GENERATION else None
+
+
+def may_hold_files(folder: str) -> bool:
+    """Returns whether files of a run may lie directly in a folder of it: of a rank, a table, the generations.
+
+    What else lies there, `TENSORBOARD` and `MERGED` among it, has nothing that a reader of the run looks at.
+    """
+    above, _, name = folder.rpartition("/")
+    if name.removesuffix(_PARTS) in TABLES and name.endswith(_PARTS):
+        return not above or _RANK.fullmatch(above) is not None
+    return not above and (name == GENERATIONS or _RANK.fullmatch(name) is not None)
 
 
 def tensorboard_file(folder: str, name: str) -> str:

@@ -47,7 +47,7 @@ def list_folders(storages: Sequence[Storage]) -> list[ListedFolder]:
         by_place.setdefault(_place(storage), storage)
     found: list[ListedFolder] = []
     for storage in by_place.values():
-        listing = storage.walk()
+        listing = storage.walk(layout.may_hold_files)
         run = read_run(storage, _size_of_run(listing))
         if not any(_is_same(one, run, listing) for one in found):
             found.append(ListedFolder(storage, listing, run))

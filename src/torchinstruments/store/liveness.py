@@ -55,14 +55,7 @@ def process_status(inventory: Inventory, found: ManifestFile, now_s: float | Non
     manifest = found.manifest
     if manifest.status == ProcessStatus.CLOSED:
         return ProcessStatus.CLOSED
-    newest_generation = max(
-        (
-            *(record.generation for record in inventory.generations),
-            *(other.manifest.generation for other in inventory.manifests),
-        ),
-        default=manifest.generation,
-    )
-    if newest_generation > manifest.generation:
+    if inventory.newest_generation > manifest.generation:
         return ProcessStatus.INTERRUPTED
     written_s = found.modified_at
     margin_s = LOCAL_MARGIN_S if inventory.storages[found.source].is_local else REMOTE_MARGIN_S

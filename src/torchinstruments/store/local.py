@@ -9,9 +9,10 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import tempfile
 import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,10 +22,10 @@ from torchinstruments.errors import (
     StorageNotFoundError,
     StorageUnreachableError,
 )
-from torchinstruments.store.storage import FileInfo, Listing, checked_path
+from torchinstruments.store.storage import FileInfo, Listing, Storage, checked_path
 from torchinstruments.store.urls import local_path
 
-__all__ = ["LocalStorage", "sync_folder"]
+__all__ = ["LocalStorage", "require_no_link", "sync_folder"]
 
 _COPIED_BYTES = 2**20
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -87,8 +88,9 @@ class LocalStorage:
             FileNotFoundError: There is no such file.
         """
         target = self._absolute(path)
-        with _explained(target, "reading"):
-            return Path(target).read_bytes()
+        with _explained(target, "reading"), _open_file(target) as file:
+            # As many bytes as it had when it was opened: files of a run are whole under their names.
+            return file.read(os.fstat(file.fileno()).st_size)
 
     def open_input(self, path: str, size_bytes: int | None = None) -> BinaryIO:  # noqa: ARG002 - part of the seam
         """Opens a file for reading at any position.
@@ -98,7 +100,7 @@ class LocalStorage:
         """
         target = self._absolute(path)
         with _explained(target, "reading"):
-            return Path(target).open("rb")
+            return _open_file(target)
 
     def create(self, path: str, data: bytes) -> bool:
         """Writes a file only if none is there yet; returns whether it is the caller's."""
@@ -146,11 +148,14 @@ class LocalStorage:
         with _explained(folder, "listing"):
             return sorted(_entries(folder, checked_path(path)), key=_path_of)
 
-    def walk(self) -> Listing:
+    def walk(self, enters: Callable[[str], bool] | None = None) -> Listing:
         """Returns every file below the root, sorted by path; links to folders are followed once.
 
         A folder inside a folder of parts, or with the name of a document, is listed too, since a file
         belongs there.
+
+        Args:
+            enters: Told the path of a folder, whether to look into it; None for all of them.
         """
         found: Listing = []
         seen: set[tuple[int, int]] = set()
@@ -167,7 +172,7 @@ class LocalStorage:
                     continue
                 seen.add((status.st_dev, status.st_ino))
                 for entry in _entries(folder, relative):
-                    if entry.is_folder:
+                    if entry.is_folder and (enters is None or enters(entry.path)):
                         waiting.append(entry.path)
                     is_misplaced = relative.endswith(".parts") or entry.path.endswith(".json")
                     if not entry.is_folder or is_misplaced:
@@ -230,6 +235,30 @@ def _entries(folder: str, relative: str) -> Iterator[FileInfo]:
             )
 
 
+def _open_file(target: str) -> BinaryIO:
+    """Opens a file, and nothing else that a name may stand for: a pipe would wait for ever for its writer.
+
+    Raises:
+        StorageDeniedError: It is a pipe, a socket or a device.
+    """
+    _require_file(target, os.stat(target).st_mode)
+    # Not waiting, for what was a file a moment ago.
+    descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        _require_file(target, os.fstat(descriptor).st_mode)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _require_file(target: str, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
+    if not stat.S_ISREG(mode):
+        raise StorageDeniedError(f"{target} is no file but a pipe, a socket or a device, and is not read")
+
+
 def _write_exclusively(target: str, data: bytes) -> bool:
     """Creates a file where the filesystem knows no hard links; a reader may catch it half-written."""
     try:
@@ -241,6 +270,22 @@ def _write_exclusively(target: str, data: bytes) -> bool:
         file.flush()
         os.fsync(file.fileno())
     return True
+
+
+def require_no_link(storage: Storage, path: str) -> None:
+    """Refuses to write into a folder below another one where a link leads elsewhere; remote ones have none.
+
+    Raises:
+        StorageError: There is a link in its place.
+    """
+    if not storage.is_local:
+        return
+    root = os.path.realpath(storage.url)
+    if os.path.realpath(os.path.join(root, path)) != os.path.join(root, path):
+        raise StorageError(
+            f"{path} in {storage.url} is a link, and nothing is written through one; remove it, or give "
+            f"another folder for the result"
+        )
 
 
 def sync_folder(folder: str) -> None:

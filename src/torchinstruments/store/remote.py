@@ -323,8 +323,11 @@ class FsspecStorage:
             entry for entry in found if entry.path.count("/") == depth and self._is_below(entry.path, folder)
         ]
 
-    def walk(self) -> Listing:
+    def walk(self, enters: Callable[[str], bool] | None = None) -> Listing:  # noqa: ARG002 - part of the seam
         """Returns every file below the folder, from one listing.
+
+        Args:
+            enters: Not asked: all keys below one prefix come with one request.
 
         Returns:
             Files alone, sorted by path; empty where there is no such folder.

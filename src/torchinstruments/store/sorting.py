@@ -11,6 +11,8 @@ from typing import TypeVar
 from torchinstruments.records import GenerationRecord
 from torchinstruments.store import layout
 from torchinstruments.store.documents import (
+    MAX_DOCUMENT_BYTES,
+    MAX_STATE_BYTES,
     UnusableFileError,
     decode_document,
     decode_generation,
@@ -30,7 +32,7 @@ _FOLDER = "unreadable: it is a folder"
 DUPLICATE = "duplicate"
 """Why a part is set aside that lies in another folder too, with the same size."""
 
-_UNKNOWN_GENERATION = 2**31
+_UNKNOWN_GENERATION = layout.MAX_GENERATION + 1
 _PARTS = ".parts"
 _KNOWN_FILES = ("result.json", "index.md", "history.parquet")
 _KNOWN_PREFIXES = (".", "checks-")
@@ -83,7 +85,7 @@ class FileSorter:
         self._run_id = run_id
         self._storages = storages
         self.set_aside: list[SetAside] = []
-        self.strange: list[tuple[int, str]] = []
+        self.strange: set[tuple[int, str]] = set()
         self._generation_files: list[LocatedFile] = []
         self._manifest_files: list[LocatedFile] = []
         self._catalog_files: list[LocatedFile] = []
@@ -151,13 +153,13 @@ class FileSorter:
         rank_folder, _, last = path.rpartition("/")[0].rpartition("/")
         is_of_rank = not rank_folder or layout.parse_rank_folder(rank_folder) is not None
         is_ours = is_of_rank and last.removesuffix(_PARTS) in layout.TABLES
-        if is_ours and not path.rpartition("/")[2].startswith(".") and (source, path) not in self.strange:
-            self.strange.append((source, path))
+        if is_ours and not path.rpartition("/")[2].startswith("."):
+            self.strange.add((source, path))
 
     def _note_strange(self, file: LocatedFile) -> None:
         # A name with a leading dot is a file that is being written, or was when its writer died.
         if not file.name.startswith("."):
-            self.strange.append((file.source, file.info.path))
+            self.strange.add((file.source, file.info.path))
 
     def read_documents(self) -> None:
         """Reads manifests and generations, several at a time where they lie behind a network."""
@@ -175,8 +177,14 @@ class FileSorter:
 
     def _read(self, file: LocatedFile) -> Manifest | GenerationRecord | UnusableFileError:
         try:
-            data = read_document(self._storages[file.source], file.info.path, file.info.size_bytes)
-            if file.folder == layout.GENERATIONS:
+            is_generation = file.folder == layout.GENERATIONS
+            data = read_document(
+                self._storages[file.source],
+                file.info.path,
+                file.info.size_bytes,
+                MAX_DOCUMENT_BYTES if is_generation else MAX_STATE_BYTES,
+            )
+            if is_generation:
                 return self._check_generation(file, decode_document(data, decode_generation))
             return self._check_manifest(file, decode_document(data, decode_manifest))
         except UnusableFileError as error:

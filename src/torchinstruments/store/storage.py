@@ -4,6 +4,7 @@ Paths are relative to the storage's root, with ``/`` between segments. Data is w
 half-written file where a reader looks. There is no delete: nothing that a run has stored is ever taken away.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeAlias
@@ -87,10 +88,14 @@ class Storage(Protocol):
         """Returns what lies directly in a folder, sorted by path; empty where there is no such folder."""
         ...
 
-    def walk(self) -> Listing:
+    def walk(self, enters: Callable[[str], bool] | None = None) -> Listing:
         """Returns every file below the root, sorted by path, from as few requests as possible (offline).
 
         A local folder adds the folders that stand where files of a run belong.
+
+        Args:
+            enters: Told the path of a folder, whether it is of interest; None for all of them. A store that
+                lists all keys with one prefix returns the others too.
         """
         ...
 
