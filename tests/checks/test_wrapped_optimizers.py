@@ -13,7 +13,7 @@ from torchinstruments.checks import ChecksSession, CheckViolationError
 
 
 class ShapedLikeAccelerate(Optimizer):
-    """Holds an optimizer, steps it through the scaler, and patches its ``step`` to hear whether it was called."""
+    """Holds an optimizer, steps it through the scaler, and patches ``step`` to hear whether it was called."""
 
     def __init__(self, optimizer: Optimizer, grad_scaler: Any = None) -> None:
         self.optimizer = optimizer
