@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from merge.schema_checks import folder_problems
@@ -40,6 +43,11 @@ def _wrapped(kind: str) -> Any:
     if kind == "fully_shard":
         fully_shard(model)
         return model
+    if kind == "hybrid":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+        return model
+    if kind == "tensor_parallel":
+        return parallelize_module(model, init_device_mesh("cpu", (2,)), {"used": ColwiseParallel()})
     return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
 
 
@@ -119,6 +127,56 @@ def test_shards_of_fully_shard_are_looked_at_where_they_lie(rank_pool):
         ratios = report["ledgers"]["update_ratio"][0]["parameters"]
         assert "used.weight" in ratios
     assert {"param_received_no_gradient"} <= _codes(reports[0])
+
+
+def _train_spread(kind: str) -> dict[str, Any]:
+    """Trains three steps of one backward each; of replicas, rank 1's inputs are a hundred times as large."""
+    model = _wrapped("ddp" if kind == "zero_redundancy" else kind)
+    parameters = list(model.parameters())
+    if kind == "zero_redundancy":
+        optimizer: Any = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.01)
+    else:
+        optimizer = torch.optim.SGD(parameters, lr=0.01)
+    session = _session(model, optimizer)
+    factor = 100.0 if dist.get_rank() == 1 and kind != "tensor_parallel" else 1.0
+    with no_collectives(), session:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), factor)).sum().backward()
+            optimizer.step()
+    return session.report().to_dict()
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "tensor_parallel", "zero_redundancy"])
+def test_every_way_to_spread_a_model_is_looked_at_without_a_collective(rank_pool, kind):
+    """A step of an optimizer that shards its state is one step; nothing fails, and labels are right."""
+    reports = rank_pool.run(_train_spread, kind)
+    for report in reports:
+        assert report["unavailable"] == []
+        assert report["counters"]["accepted_steps"] == report["counters"]["backwards"] == STEPS
+        scale = report["ledgers"]["scale"]
+        assert (scale["attempts"], scale["accepted_steps"]) == (STEPS, STEPS)
+        assert [one["optimizer"] for one in scale["optimizers"]] == [0]
+        ratios = report["ledgers"]["update_ratio"][0]["parameters"]
+        assert {name: one["num_looks"] for name, one in ratios.items()} == dict.fromkeys(
+            ("used.weight", "used.bias", "unused.weight", "unused.bias"), STEPS
+        )
+        (unused,) = [one for one in report["findings"] if one["code"] == "param_received_no_gradient"]
+        assert unused["names"] == ["unused.weight", "unused.bias"]
+        assert report["coverage"]["parameters_that_fired"] == 2
+    flagged = [
+        [one for one in report["findings"] if one["code"] == "grad_magnitude_flagged"] for report in reports
+    ]
+    labels = [{(one["scope"], one["values"]["grad_sync"]) for one in of_rank} for of_rank in flagged]
+    # 200 in each of 12 elements on rank 1, 2 on rank 0, and their mean once they are reduced.
+    if kind == "hybrid":
+        assert labels == [{("local_shard", "synced")}, {("local_shard", "synced")}]
+        assert flagged[0][0]["values"]["norm_highest"] == pytest.approx(101.0 * 12**0.5, rel=1e-5)
+    elif kind == "zero_redundancy":
+        assert labels == [set(), {("local", "local")}]
+        assert flagged[1][0]["values"]["norm_highest"] == pytest.approx(200.0 * 12**0.5, rel=1e-5)
+    else:
+        assert labels == [set(), set()]
 
 
 def test_flat_shards_say_what_cannot_be_known_of_them(rank_pool):

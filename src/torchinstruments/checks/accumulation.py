@@ -116,6 +116,8 @@ class AccumulationSite:
         """Backwards that reached a parameter."""
         self.num_fires = 0
         """Gradients that came."""
+        self.frozen_at_attach: frozenset[int] = frozenset()
+        """Positions of parameters without a hook, since they needed no gradient."""
         self._listener = weakref.ref(listener)
         self._num_forwards = num_forwards
         self._on_error = on_error
@@ -133,10 +135,13 @@ class AccumulationSite:
             early: Positions of those whose gradient will not stay what it is until the backward's end.
         """
         refused: list[tuple[Entry, Exception]] = []
+        frozen: list[int] = []
         for entry in entries:
             with unintercepted():
-                may_come = entry.tensor.requires_grad and entry.tensor.is_leaf
-            if not may_come:
+                needs_gradient, is_leaf = entry.tensor.requires_grad, entry.tensor.is_leaf
+            if not needs_gradient:
+                frozen.append(entry.index)
+            if not needs_gradient or not is_leaf:
                 continue
             is_early = entry.index in early
             hook: ParameterHook = (
@@ -150,6 +155,7 @@ class AccumulationSite:
             except Exception as error:  # noqa: BLE001 - the others are watched all the same
                 self._hooks.pop(hook, None)
                 refused.append((entry, error))
+        self.frozen_at_attach = frozenset(frozen)
         return refused
 
     def detach(self) -> None:

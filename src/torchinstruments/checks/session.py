@@ -39,6 +39,7 @@ from torchinstruments.checks.scale_ledger import ScaleLedger
 from torchinstruments.checks.shared_attempts import SharedAttempts, shared_attempts
 from torchinstruments.checks.stepping import StepSite
 from torchinstruments.checks.targets import checked_model, holder_of, optimizers_of
+from torchinstruments.checks.unseen import changed_parameters, why_never, without_attempt
 from torchinstruments.checks.visitor import SiteVisitor
 from torchinstruments.checks.watchdog import Watchdog
 from torchinstruments.config import UNSET, Unset
@@ -331,6 +332,13 @@ class ChecksSession(Registrars):
                 "grad_magnitude",
                 "clipping_censors: magnitudes are known before clipping only; register the check",
             )
+        for reason, names in changed_parameters(self._model, self._inventory, self._site):
+            store.add_unavailable("session", reason, names)
+        if self._attempts is not None and visitor is not None:
+            for check_name, reason in without_attempt(
+                self._attempts.clock.num_forwards, visitor.accepted_steps
+            ):
+                store.add_unavailable(check_name, reason)
         unavailable += store.unavailable()
         parameters = self._inventory.parameters
         site = self._site
@@ -363,9 +371,7 @@ class ChecksSession(Registrars):
     def _why_never(self) -> str:
         if self._is_disabled_by_environment:
             return f"never_ran: {environment.DISABLED} is set"
-        if self._site is None:
-            return "never_ran: the session was not attached"
-        return "never_ran: nothing came that it looks at"
+        return why_never(self._site, self._visitor or self._last_visitor)
 
     def _ledgers(self) -> dict[str, object]:
         facts: dict[str, list[object]] = {}

@@ -2,8 +2,9 @@
 
 A loss scale changes in place and a scaler's findings are gone after its ``update``, so both are copied when
 they are right: into the next slot of a ring that lies on the same device. The training thread queues that
-copy and records an event; it reads nothing, and allocates nothing after the first time. The writer thread
-waits for the events on a stream of its own, fetches the whole ring in one copy and serves tickets from that.
+copy and records an event; it reads nothing, and allocates nothing after the first time. Readers (the writer
+thread, a report of checks) wait for the events on a stream of the ring's own, fetch the whole ring in one
+copy and serve tickets from that.
 
 A ticket that is asked for after the ring went round has no value. It can have no wrong one: the training
 thread counts a slot before it queues the copy into it, and the writer looks at that count after its own copy.
@@ -48,7 +49,7 @@ class Ticket:
     value: float | None = None
 
     def read(self) -> float | None:
-        """Waits for the number and returns it; None where the ring went round first (writer thread).
+        """Waits for the number and returns it; None where the ring went round first (any thread).
 
         Raises:
             Exception: Whatever the device raises.
@@ -74,6 +75,7 @@ class Ring:
             self._buffer = like.new_zeros(num_slots, dtype=_dtype(device))
         # Training threads keep one after the other; the writer never takes it.
         self._keeping = threading.RLock()
+        self._reading = threading.RLock()
         self._num_begun = 0
         self._num_kept = 0
         self._fetched: torch.Tensor = self._buffer
@@ -112,7 +114,10 @@ class Ring:
         return Ticket(self, ordinal)
 
     def read(self, ordinal: int) -> float | None:
-        """Waits for a number and returns it; None where the ring went round first (writer thread).
+        """Waits for a number and returns it; None where the ring went round first (any thread).
+
+        Whoever keeps numbers waits for no reader. Readers of a device wait for each other, since what one
+        fetches takes the place of what another is about to look at.
 
         Raises:
             Exception: Whatever the device raises.
@@ -121,11 +126,12 @@ class Ring:
             slot = ordinal % self._num_slots
             value = float(self._buffer.select(0, slot).cpu().item())
             return value if ordinal >= self._num_begun - self._num_slots else None
-        if ordinal >= self._fetched_ordinals.stop:
-            self._fetch()
-        if ordinal not in self._fetched_ordinals:
-            return None
-        return float(self._fetched[ordinal % self._num_slots].item())
+        with self._reading:
+            if ordinal >= self._fetched_ordinals.stop:
+                self._fetch()
+            if ordinal not in self._fetched_ordinals:
+                return None
+            return float(self._fetched[ordinal % self._num_slots].item())
 
     def _record(self) -> None:
         """Marks the point of the current stream that a reader has to wait for."""

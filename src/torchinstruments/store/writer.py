@@ -131,6 +131,8 @@ class RankWriter:
         self._spool_path = spool_path
         self._modules: tuple[ModuleRecord, ...] = ()
         self._checks: dict[int, bytes] = {}
+        self._checks_wait = False
+        self._checks_tried_s = float("-inf")
         self._errors: deque[ErrorRecord] = deque(maxlen=MAX_ERRORS)
         self._error_counts: Counter[str] = Counter()
         self._histograms_missing: Counter[str] = Counter()
@@ -184,6 +186,9 @@ class RankWriter:
     def write_checks(self, checks: ChecksRecord) -> None:
         """Writes what a session of checks has found so far, beside what others have."""
         self._checks[checks.session] = checks.report
+        self._write_checks()
+
+    def _write_checks(self) -> bool:
         document = ChecksDocument(
             schema_version=schema.SCHEMA_VERSION,
             run_id=self._claim.run_id,
@@ -192,7 +197,10 @@ class RankWriter:
             process=self._identity.process,
             sessions=tuple([msgspec.Raw(report) for report in self._checks.values()]),
         )
-        self._write_document(layout.checks_file("", self._identity.process), document)
+        name = layout.checks_file("", self._identity.process)
+        self._checks_tried_s = self._clock.monotonic_s()
+        self._checks_wait = not self._write_document(name, document)
+        return not self._checks_wait
 
     def add_sample(self, sample: Sample) -> None:
         """Takes one delivery of a sample."""
@@ -248,6 +256,8 @@ class RankWriter:
             self._keep_alive()
         if self._catalog_due_s is not None and now_s >= self._catalog_due_s:
             self._write_catalog()
+        if self._checks_wait and now_s - self._checks_tried_s >= DOCUMENTS_AT_MOST_EVERY_S:
+            self._write_checks()
         due_after_s = DOCUMENTS_AT_MOST_EVERY_S if self._manifest_changed else HEARTBEAT_S
         if now_s - self._manifest_tried_s >= due_after_s:
             self._write_manifest()
@@ -267,7 +277,8 @@ class RankWriter:
         self._waiting.write(self._clock.monotonic_s(), at_once=True)
         if self._losses() != self._losses_told:
             self._write_manifest()
-        return not self._waiting
+        has_checks = not self._checks_wait or self._write_checks()
+        return has_checks and not self._waiting
 
     def _losses(self) -> tuple[int, int]:
         return self.counters().rows_dropped, self._error_counts.total()
@@ -294,6 +305,8 @@ class RankWriter:
         kept = self._make_durable_or_give_up(end_s - min(_LAST_SHARE * timeout_s, _LAST_AT_MOST_S))
         if self._catalog_due_s is not None:
             self._write_catalog()
+        if self._checks_wait:
+            kept &= self._write_checks()
         wait_s = self._left_s(end_s) if complete else 0.0
         if wait_s > 0:
 

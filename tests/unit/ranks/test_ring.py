@@ -216,6 +216,65 @@ def test_a_device_ring_that_went_round_while_it_was_copied_has_no_number(
         assert [ticket.read() for ticket in tickets] == [None, None, 2.0, 3.0]
 
 
+def test_two_readers_of_a_device_ring_do_not_take_each_others_numbers(streams: Streams) -> None:
+    """A report of checks reads while the writer thread does; between a look and a read nothing is fetched."""
+    with Accelerator():
+        ring = Ring(put(torch.zeros(())), num_slots=4)
+        tickets = [ring.keep(put(torch.tensor(float(index)))) for index in range(4)]
+        assert tickets[3].read() == 3.0
+        latest = ring.keep(put(torch.tensor(4.0)))
+        found: list[float | None] = []
+
+        class Looked:
+            """Says that a number is there, and has another thread read a later one in its place."""
+
+            def __init__(self, ordinals: range) -> None:
+                self.ordinals, self.stop = ordinals, ordinals.stop
+
+            def __contains__(self, ordinal: int) -> bool:
+                other.start()
+                other.join(0.5)
+                return ordinal in self.ordinals
+
+        def read() -> None:
+            with Accelerator():
+                found.append(latest.read())
+
+        other = threading.Thread(target=read)
+        ring._fetched_ordinals = Looked(ring._fetched_ordinals)  # type: ignore[assignment]
+        assert tickets[0].read() == 0.0
+        other.join()
+        assert found == [4.0]
+
+
+def test_two_threads_that_read_all_the_time_see_no_wrong_number(streams: Streams) -> None:
+    """One keeps, two read; the small ring goes round all the time."""
+    del streams
+    kept: list[Any] = []
+    wrong: list[tuple[float, float | None]] = []
+    is_over = threading.Event()
+    with Accelerator():
+        ring = Ring(put(torch.zeros(())), num_slots=8)
+
+        def read() -> None:
+            while not is_over.is_set():
+                for number, ticket in kept[-6:]:
+                    value = ring.read(ticket.ordinal)
+                    if value not in {None, number}:
+                        wrong.append((number, value))
+
+        readers = [threading.Thread(target=read) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        numbers = [float(turn) for turn in range(1_500)]
+        # One by one, for the readers look at the last ones meanwhile.
+        kept.extend((number, ring.keep(put(torch.tensor(number)))) for number in numbers)
+        is_over.set()
+        for reader in readers:
+            reader.join()
+    assert wrong == []
+
+
 def test_nothing_is_kept_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy would become part of the graph."""
 

@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from torchinstruments.config import HistoryConfig
-from torchinstruments.records import Counters, ErrorRecord, Sample, SampleState, Signal
+from torchinstruments.records import ChecksRecord, Counters, ErrorRecord, Sample, SampleState, Signal
 from torchinstruments.store import schema
 from torchinstruments.store.catalog import decode_catalog
+from torchinstruments.store.checks import decode_checks
 from torchinstruments.store.manifest import Manifest, decode_manifest
 from torchinstruments.store.running_summary import RunningSummary
 from torchinstruments.store.waiting import RETRY_AFTER_S
@@ -354,6 +355,34 @@ def test_the_catalog_is_written_at_once_and_then_at_most_once_a_minute() -> None
     catalog = decode_catalog(rig.target.last("modules-"))
     assert [one.fired for one in catalog.modules] == [59]
     assert (catalog.run_id, catalog.rank, catalog.process) == ("run-1", 0, "1a2b3c4d")
+
+
+def test_a_report_of_checks_that_was_refused_is_written_when_there_is_room() -> None:
+    """At a flush, a minute later and at the close; a flush that could not write it says so."""
+    rig = Rig()
+    rig.writer.start(run_record(), [module(0)])
+
+    def numbers() -> list[int]:
+        written = [data for name, data in rig.target.documents if name == "checks-1a2b3c4d.json"]
+        return [len(decode_checks(data).sessions[0].checks_run) for data in written]
+
+    def put(number: int) -> None:
+        rig.target.is_full = True
+        report = {"checks_run": ["change"] * number}
+        rig.writer.write_checks(ChecksRecord(0, json.dumps(report).encode()))
+        assert rig.writer.flush() is False
+        rig.target.is_full = False
+
+    put(1)
+    assert numbers() == []
+    assert rig.writer.flush() is True
+    assert numbers() == [1]
+    put(2)
+    rig.pass_time(61)
+    assert numbers() == [1, 2]
+    put(3)
+    assert rig.writer.close(10.0) is True
+    assert numbers() == [1, 2, 3]
 
 
 def test_an_unchanged_catalog_is_not_written_again() -> None:

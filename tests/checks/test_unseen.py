@@ -1,0 +1,172 @@
+"""What a session could not look at has a name and a reason: changed parameters, and compiled steps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import compiled_autograd
+from torch._dynamo import config as dynamo_config
+from torch.optim import SGD
+
+from checks.training import batch, mlp, train
+from torchinstruments.checks import ChecksSession
+
+pytestmark = pytest.mark.filterwarnings(
+    # torch's own, while compiled autograd makes its inputs fake
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
+
+
+@pytest.fixture(autouse=True)
+def _forgets_what_was_compiled() -> Any:
+    yield
+    torch.compiler.reset()
+
+
+def _watched(model: nn.Module, optimizer: SGD | None = None) -> ChecksSession:
+    """Returns a session with every check."""
+    session = ChecksSession(model, optimizer, scaler=None)
+    session.register_nonfinite_grad_check()
+    session.register_nonfinite_param_check()
+    session.register_change_check(action="collect")
+    session.register_update_ratio_check()
+    session.register_magnitude_check()
+    session.register_frozen_check(["1.bias"], action="collect")
+    return session
+
+
+def _reasons(session: ChecksSession) -> dict[str, tuple[str, ...]]:
+    """Returns what the session says of itself: code of the reason to names."""
+    found = session.report().unavailable
+    return {one.reason.partition(":")[0]: one.names for one in found if one.check == "session"}
+
+
+def test_a_parameter_that_was_replaced_is_named():
+    """The one that the session watches is no longer the model's; its alias is named once."""
+    model = mlp()
+    session = _watched(model)
+    with session:
+        train(model)
+        assert _reasons(session) == {}
+        model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+        train(model)
+        assert _reasons(session) == {"replaced_after_attach": ("0.weight",)}
+    assert _reasons(session) == {"replaced_after_attach": ("0.weight",)}
+    session.attach()
+    assert _reasons(session) == {}
+    session.detach()
+
+
+def test_a_parameter_that_came_later_is_named():
+    """A layer that was added, to the model and to its optimizer."""
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    session = _watched(model, optimizer)
+    with session:
+        model.append(nn.Linear(4, 4))
+        optimizer.add_param_group({"params": model[2].parameters()})
+        train(model, optimizer)
+    assert _reasons(session) == {"added_after_attach": ("2.weight", "2.bias")}
+
+
+def test_a_parameter_that_was_unfrozen_is_named_and_its_steps_are_looked_at():
+    """No hook tells of its gradients, so that magnitudes are not known; its updates are."""
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    session = _watched(model)
+    with session:
+        train(model)
+        model[0].weight.requires_grad_(True)
+        train(model)
+    report = session.report()
+    assert _reasons(session) == {"unfrozen_after_attach": ("0.weight",)}
+    assert "0.weight" in report.ledgers["update_ratio"][0]["parameters"]
+    unknown = [one for one in report.unavailable if one.check == "grad_magnitude"]
+    assert [(one.reason.partition(":")[0], one.names) for one in unknown] == [
+        ("no_accumulation_evidence", ("0.weight",))
+    ]
+
+
+def _in_compiled_autograd(model: nn.Module, optimizer: SGD) -> None:
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        train(model, optimizer, steps=4)
+
+
+def _in_compiled_function(model: nn.Module, optimizer: SGD) -> None:
+    @torch.compile(backend="eager")
+    def backward() -> None:
+        optimizer.zero_grad()
+        model(batch()).square().mean().backward()
+
+    with dynamo_config.patch(compiled_autograd=True):
+        for _ in range(4):
+            backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("run", [_in_compiled_autograd, _in_compiled_function])
+def test_compiled_autograd_hides_backwards_and_not_steps(run: Callable[[nn.Module, SGD], None]):
+    """Gradients are looked at before the write; of before clipping nothing is known, which is said."""
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    session = _watched(model, optimizer)
+    with session:
+        run(model, optimizer)
+    report = session.report()
+    assert report.counters["accepted_steps"] == 4
+    assert report.counters["backwards"] == 0
+    reasons = {(one.check, one.reason.partition(":")[0]): one.num_names for one in report.unavailable}
+    assert reasons.pop(("scale_ledger", "no_attempts"), None) == (0 if run is _in_compiled_function else None)
+    assert reasons == {
+        ("accumulation", "no_hook_fired"): 4,
+        ("grad_magnitude", "no_accumulation_evidence"): 4,
+    }
+    assert {"nonfinite_grad", "change", "update_ratio", "frozen"} <= set(report.checks_run)
+    assert report.ledgers["scale"]["attempts"] == (0 if run is _in_compiled_function else 4)
+
+
+def test_a_nan_under_compiled_autograd_is_raised_before_the_write():
+    """The look before the write needs no hook of a backward."""
+    model = mlp()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = SGD(model.parameters(), lr=0.01)
+    session = ChecksSession(model, optimizer, scaler=None)
+    session.register_nonfinite_grad_check()
+    with session, compiled_autograd._enable(torch.compile(backend="eager")):
+        (model(batch()).sum() * float("nan")).backward()
+        with pytest.raises(RuntimeError, match="nonfinite"):
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_step_is_said_not_to_be_seen(whole: bool):
+    """Training is what it was; each check that looks at steps says that none was seen, and why."""
+    plain, model = mlp(), mlp()
+    train(plain, steps=3)
+    optimizer = SGD(model.parameters(), lr=0.01)
+
+    def one_step() -> None:
+        optimizer.zero_grad()
+        model(batch()).square().mean().backward()
+        optimizer.step()
+
+    compiled = torch.compile(one_step if whole else optimizer.step, backend="eager")
+    session = _watched(model, optimizer)
+    with session:
+        for _ in range(3):
+            if not whole:
+                optimizer.zero_grad()
+                model(batch()).square().mean().backward()
+            compiled()
+    report = session.report()
+    assert all(torch.allclose(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert report.findings == ()
+    reasons = {one.check: one.reason for one in report.unavailable}
+    assert {"change", "frozen", "nonfinite_param", "update_ratio"} <= reasons.keys()
+    started = "never_ran: no backward was seen and no step" if whole else "never_ran: no step"
+    assert reasons["change"].startswith(started)
+    assert "torch.compile" in reasons["change"]
+    assert report.counters["backwards"] == (0 if whole else 3)
