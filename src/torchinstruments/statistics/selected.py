@@ -35,6 +35,7 @@ class SelectedEntries:
         self._tensor = tensor
         self._entries = as_array(tensor.view(-1)) if tensor.is_contiguous() else _finite_copy(tensor)
         self._num_finite, self._num_before = self._entries.size, 0
+        self._num_zero: int | None = None
         self._low, self._high = _ends(self._entries)
         if not (np.isfinite(self._low) and np.isfinite(self._high)):
             self._look_for_finite()
@@ -67,14 +68,17 @@ class SelectedEntries:
         """Entries that equal zero."""
         if self._low > 0 or self._high < 0:
             return 0
-        return count_true(self._entries, np.equal, self._entries.dtype.type(0))
+        if self._num_zero is None:
+            self._num_zero = count_true(self._entries, np.equal, self._entries.dtype.type(0))
+        return self._num_zero
 
     def at(self, ranks: Sequence[int]) -> list[float]:
         """Returns the finite entries with these ranks."""
         before, last = self._num_before, self._num_finite - 1
         inner = [rank + before for rank in ranks if 0 < rank < last]
-        found: dict[int, Any] = select(self._entries, inner, self._low, self._high)
-        found |= {before: self._low, before + last: self._high}
+        selection = select(self._entries, inner, self._low, self._high)
+        self._num_zero = selection.num_zero
+        found = {before: self._low, before + last: self._high} | selection.by_rank
         # Which of the two zeros a sort puts first is chance.
         return [found[rank + before].item() + 0 for rank in ranks]
 

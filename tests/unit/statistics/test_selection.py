@@ -15,7 +15,7 @@ DTYPES = ("float32", "float64", "int32", "int64", "uint32", "uint64")
 
 def selected(entries: Array, ranks: list[int]) -> list[object]:
     """Returns the entries with these ranks."""
-    found = select(entries, ranks, entries.min(), entries.max())
+    found = select(entries, ranks, entries.min(), entries.max()).by_rank
     return [found[rank].item() for rank in ranks]
 
 
