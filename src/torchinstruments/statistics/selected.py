@@ -42,7 +42,7 @@ class SelectedEntries:
 
     def _look_for_finite(self) -> None:
         """Sets the numbers of finite entries and of those before them, and their ends."""
-        self._num_finite = 0
+        num_finite = 0
         low, high = self._entries.dtype.type(np.inf), self._entries.dtype.type(-np.inf)
         for start in range(0, self._entries.size, CHUNK):
             piece = self._entries[start : start + CHUNK]
@@ -54,9 +54,10 @@ class SelectedEntries:
             if number < piece.size:
                 self._num_before += count_true(piece, np.equal, piece.dtype.type(-np.inf))
                 piece = np.where(finite, piece, piece[finite.argmax()])
-            self._num_finite += number
+            num_finite += number
             low, high = min(low, piece.min()), max(high, piece.max())
-        self._low, self._high = (low, high) if self._num_finite else _ends(self._entries[:0])
+        self._num_finite = num_finite
+        self._low, self._high = (low, high) if num_finite else _ends(self._entries[:0])
 
     @property
     def num_finite(self) -> int:
@@ -78,7 +79,7 @@ class SelectedEntries:
         inner = [rank + before for rank in ranks if 0 < rank < last]
         selection = select(self._entries, inner, self._low, self._high)
         self._num_zero = selection.num_zero
-        found = {before: self._low, before + last: self._high} | selection.by_rank
+        found: dict[int, Any] = {before: self._low, before + last: self._high, **selection.by_rank}
         # Which of the two zeros a sort puts first is chance.
         return [found[rank + before].item() + 0 for rank in ranks]
 
