@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from torchinstruments.statistics.bins import sorted_counts, thresholds
-from torchinstruments.statistics.moments import CHUNK, Array
+from torchinstruments.statistics.moments import CHUNK, Array, aligned_floats
 from torchinstruments.statistics.ordered import MAX_NARROW_COUNT, count_codes
 from torchinstruments.statistics.selection import count_true
 
@@ -95,7 +95,7 @@ def _below(entries: Array, edges: Array, anchor: float, width: float, *, is_insi
     table = np.zeros(num_codes << 8, dtype=np.int32 if entries.size < MAX_NARROW_COUNT else np.int64)
     singles = np.zeros(num_codes, dtype=np.int64)
     next_edge = np.concatenate((edges, np.full(2, np.inf)))
-    memory = np.empty(min(CHUNK, entries.size), dtype=np.float64)
+    memory = aligned_floats(min(CHUNK, entries.size))
     codes_memory = np.empty((2, memory.size), dtype=np.uint8)
     for start in range(0, entries.size, CHUNK):
         piece = entries[start : start + CHUNK]
@@ -136,7 +136,8 @@ class _Places:
 
     def of(self, entries: Array, out: Array) -> Array:
         """Returns the places in a float64 array."""
-        np.subtract(entries, self.anchor, out=out, dtype=np.float64)
+        np.copyto(out, entries)
+        np.subtract(out, self.anchor, out=out)
         np.multiply(out, self.scale, out=out)
         if self.limit < math.inf:
             np.clip(out, 0.0, self.limit, out=out)

@@ -35,13 +35,14 @@ class SelectedEntries:
         self._tensor = tensor
         self._entries = as_array(tensor.view(-1)) if tensor.is_contiguous() else _finite_copy(tensor)
         self._num_finite, self._num_before = self._entries.size, 0
+        self._num_zero: int | None = None
         self._low, self._high = _ends(self._entries)
         if not (np.isfinite(self._low) and np.isfinite(self._high)):
             self._look_for_finite()
 
     def _look_for_finite(self) -> None:
         """Sets the numbers of finite entries and of those before them, and their ends."""
-        self._num_finite = 0
+        num_finite = 0
         low, high = self._entries.dtype.type(np.inf), self._entries.dtype.type(-np.inf)
         for start in range(0, self._entries.size, CHUNK):
             piece = self._entries[start : start + CHUNK]
@@ -53,9 +54,10 @@ class SelectedEntries:
             if number < piece.size:
                 self._num_before += count_true(piece, np.equal, piece.dtype.type(-np.inf))
                 piece = np.where(finite, piece, piece[finite.argmax()])
-            self._num_finite += number
+            num_finite += number
             low, high = min(low, piece.min()), max(high, piece.max())
-        self._low, self._high = (low, high) if self._num_finite else _ends(self._entries[:0])
+        self._num_finite = num_finite
+        self._low, self._high = (low, high) if num_finite else _ends(self._entries[:0])
 
     @property
     def num_finite(self) -> int:
@@ -67,14 +69,17 @@ class SelectedEntries:
         """Entries that equal zero."""
         if self._low > 0 or self._high < 0:
             return 0
-        return count_true(self._entries, np.equal, self._entries.dtype.type(0))
+        if self._num_zero is None:
+            self._num_zero = count_true(self._entries, np.equal, self._entries.dtype.type(0))
+        return self._num_zero
 
     def at(self, ranks: Sequence[int]) -> list[float]:
         """Returns the finite entries with these ranks."""
         before, last = self._num_before, self._num_finite - 1
         inner = [rank + before for rank in ranks if 0 < rank < last]
-        found: dict[int, Any] = select(self._entries, inner, self._low, self._high)
-        found |= {before: self._low, before + last: self._high}
+        selection = select(self._entries, inner, self._low, self._high)
+        self._num_zero = selection.num_zero
+        found: dict[int, Any] = {before: self._low, before + last: self._high, **selection.by_rank}
         # Which of the two zeros a sort puts first is chance.
         return [found[rank + before].item() + 0 for rank in ranks]
 

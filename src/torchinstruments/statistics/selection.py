@@ -19,7 +19,7 @@ import numpy as np
 
 from torchinstruments.statistics.moments import Array
 
-__all__ = ["count_true", "scattered", "select"]
+__all__ = ["Selection", "count_true", "scattered", "select"]
 
 _SAMPLE = 8192
 """Entries of a sample at most."""
@@ -27,14 +27,14 @@ _SAMPLE = 8192
 _ENOUGH = 12_000
 """Entries among which ranks are put into place without a further sample."""
 
-_PIECE = 1 << 17
+_PIECE = 1 << 18
 """Entries that are compared at a time: they and their masks stay in the cache."""
 
 _NUM_DEVIATIONS = 4.0
 """Half of the width of a bracket, in standard deviations of a rank in the sample."""
 
-_COMMON, _RARE = 20, 500
-"""One true place of a mask among so many is common, or rare."""
+_NUM_NEAR_DEVIATIONS = 3.0
+"""The same for a bracket around a rank whose distance is known; where it is missed, the wide one is taken."""
 
 
 @dataclass(slots=True)
@@ -61,6 +61,19 @@ class _Bracket:
     num_at_most_low: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What is known of entries after ranks were selected.
+
+    Attributes:
+        by_rank: The entries by their rank.
+        num_zero: Entries that equal zero; None where counting them would have cost a pass.
+    """
+
+    by_rank: Mapping[int, np.number[Any]]
+    num_zero: int | None = None
+
+
 class _Ends:
     """Which ranks the ends of brackets have among entries; each count is made once."""
 
@@ -71,20 +84,29 @@ class _Ends:
     def at(self, bracket: _Bracket, rank: int) -> np.number[Any] | None:
         """Returns the end of the bracket that has a rank, which lies not inside; None where none has."""
         if rank < bracket.num_at_most_low:
+            self._counted[np.less_equal, bracket.low] = bracket.num_at_most_low
             return bracket.low if self.num_true(np.less, bracket.low) <= rank else None
         return bracket.high if self.num_true(np.less_equal, bracket.high) > rank else None
 
     def num_true(self, compare: np.ufunc, value: np.number[Any]) -> int:
         """Returns how many entries compare true with a value."""
         if (compare, value) not in self._counted:
-            self._counted[compare, value] = count_true(self._entries, compare, value)
+            self.count(compare, (value,))
         return self._counted[compare, value]
 
+    def count(self, compare: np.ufunc, values: Sequence[np.number[Any]]) -> None:
+        """Counts how many entries compare true with each value, in one pass."""
+        for value, number in zip(values, _numbers_true(self._entries, compare, values), strict=True):
+            self._counted[compare, value] = number
 
-def select(
-    entries: Array, ranks: Iterable[int], low: np.number[Any], high: np.number[Any]
-) -> dict[int, np.number[Any]]:
-    """Returns the entries with these ranks, by rank.
+    def num_equal(self, value: np.number[Any]) -> int | None:
+        """Returns how many entries equal a value, where that was counted."""
+        at_most, below = [self._counted.get((compare, value)) for compare in (np.less_equal, np.less)]
+        return None if at_most is None or below is None else at_most - below
+
+
+def select(entries: Array, ranks: Iterable[int], low: np.number[Any], high: np.number[Any]) -> Selection:
+    """Returns the entries with these ranks.
 
     Args:
         entries: Flat, of any real dtype that NumPy knows; they are not changed. Peak scratch is one copy,
@@ -97,47 +119,52 @@ def select(
     found: dict[int, np.number[Any]] = {}
     # By rank among the entries that are left: the rank that was asked for.
     asked = {rank: rank for rank in ranks}
+    everything = entries
     if low == high:
-        return dict.fromkeys(asked, low)
+        return Selection(dict.fromkeys(asked, low))
+    num_zero: int | None = None
+    is_near = True
     while asked and entries.size > _ENOUGH:
         ends = _Ends(entries)
         brackets = _brackets(entries, sorted(asked), low, high)
-        wide = [bracket for bracket in brackets if bracket.low < bracket.high]
-        spacing = entries.size / _num_sampled(entries.size)
-        if sum([bracket.sampled.size for bracket in wide]) * spacing > _ENOUGH:
-            for bracket in wide:
-                _narrow(bracket, ends, spacing)
+        is_near = is_near and _narrow_all(brackets, ends, entries.size)
         inside = _collect(entries, brackets)
-        if inside is None:
-            break
-        left: dict[int, int] = {}
-        num_before = 0
-        for bracket in brackets:
-            num_up_to = int(np.count_nonzero(inside < bracket.high))
-            if bracket.pivot is not None:
-                bracket.num_at_most_low -= int(np.count_nonzero(inside <= bracket.pivot)) - num_before
-            for rank in bracket.ranks:
-                place = rank - bracket.num_at_most_low
-                if 0 <= place < num_up_to - num_before:
-                    left[num_before + place] = asked[rank]
-                    continue
-                value = ends.at(bracket, rank)
-                if value is None:
-                    return found | _in_place(entries, asked)
-                found[asked[rank]] = value
-            num_before = num_up_to
-        entries, asked = inside, left
-    return found | _in_place(entries, asked)
+        located = None if inside is None else _locate(brackets, inside, ends)
+        if inside is None or located is None:
+            if not is_near:
+                break
+            is_near = False
+            continue
+        if entries is everything:
+            num_zero = _num_zero(brackets, inside, ends)
+        places, values = located
+        found |= {asked[rank]: value for rank, value in values.items()}
+        entries, asked, is_near = inside, {place: asked[rank] for rank, place in places.items()}, True
+    return Selection(found | _in_place(entries, asked), num_zero)
 
 
 def count_true(entries: Array, compare: np.ufunc, value: np.number[Any]) -> int:
     """Returns how many of any number of flat entries compare true with a value of their dtype."""
+    return _numbers_true(entries, compare, (value,))[0]
+
+
+def _numbers_true(entries: Array, compare: np.ufunc, values: Sequence[np.number[Any]]) -> list[int]:
+    """Returns the same for several values."""
     mask = np.empty(min(_PIECE, entries.size), dtype=np.bool_)
-    number = 0
+    numbers = [0] * len(values)
     for start in range(0, entries.size, _PIECE):
         piece = entries[start : start + _PIECE]
-        number += int(np.count_nonzero(compare(piece, value, out=mask[: piece.size])))
-    return number
+        for index, value in enumerate(values):
+            numbers[index] += int(np.count_nonzero(compare(piece, value, out=mask[: piece.size])))
+    return numbers
+
+
+def _num_zero(brackets: Sequence[_Bracket], inside: Array, ends: _Ends) -> int | None:
+    """Returns how many entries equal zero, where they were counted or collected."""
+    zero = inside.dtype.type(0)
+    if any(bracket.low < zero < bracket.high for bracket in brackets):
+        return int(np.count_nonzero(inside == zero))
+    return ends.num_equal(zero)
 
 
 def _brackets(
@@ -175,8 +202,20 @@ def _brackets(
 
 
 def _num_sampled(num_entries: int) -> int:
-    """Returns the size of a sample."""
-    return min(_SAMPLE, num_entries // 8)
+    """Returns the size of a sample: as in the paper, a larger one would cost more than it saves."""
+    return min(_SAMPLE, math.floor(num_entries ** (2 / 3)))
+
+
+def _narrow_all(brackets: Sequence[_Bracket], ends: _Ends, num_entries: int) -> bool:
+    """Narrows the brackets if too many entries lie inside of them for another way; returns whether it did."""
+    wide = [bracket for bracket in brackets if bracket.low < bracket.high]
+    spacing = num_entries / _num_sampled(num_entries)
+    if sum([bracket.sampled.size for bracket in wide]) * spacing <= _ENOUGH:
+        return False
+    ends.count(np.less_equal, [bracket.sampled[bracket.place] for bracket in wide])
+    for bracket in wide:
+        _narrow(bracket, ends, spacing)
+    return True
 
 
 def _narrow(bracket: _Bracket, ends: _Ends, spacing: float) -> None:
@@ -192,7 +231,7 @@ def _narrow(bracket: _Bracket, ends: _Ends, spacing: float) -> None:
         return sampled[int(place)] if 0 <= place < sampled.size else otherwise
 
     def steps(number: int) -> float:
-        return number / spacing + _NUM_DEVIATIONS * math.sqrt(number / spacing) + 1.0
+        return number / spacing + _NUM_NEAR_DEVIATIONS * math.sqrt(number / spacing) + 1.0
 
     sampled = bracket.sampled
     pivot = sampled[bracket.place]
@@ -230,52 +269,82 @@ def _collect(entries: Array, brackets: Sequence[_Bracket]) -> Array | None:
     """
     collected = [entries[:0]]
     num_collected = 0
-    # Behind each piece is room for what `_places` appends, and the first mask begins at a whole word.
-    masks = np.empty((3, min(_PIECE, entries.size) * 9 // 8 + 8), dtype=np.bool_)
-    wide = [bracket for bracket in brackets if bracket.low < bracket.high]
+    # Behind each piece is room for what `_places` appends.
+    inside, compared = np.empty((2, min(_PIECE, entries.size) * 9 // 8 + 8), dtype=np.bool_)
+    is_any_wide = any(bracket.low < bracket.high for bracket in brackets)
     for start in range(0, entries.size, _PIECE):
         piece = entries[start : start + _PIECE]
-        chosen, before, inside = masks[:, : piece.size]
+        mask, other = inside[: piece.size], compared[: piece.size]
+        is_first = True
         for bracket in brackets:
+            is_wide = bracket.low < bracket.high
+            if is_wide or bracket.pivot is None:
+                np.less_equal(piece, bracket.low, out=other)
             if bracket.pivot is None:
-                np.less_equal(piece, bracket.low, out=before)
-                bracket.num_at_most_low += int(np.count_nonzero(before))
-            elif bracket.low < bracket.high:
-                np.less_equal(piece, bracket.low, out=before)
-            if bracket.low < bracket.high:
-                mask = chosen if bracket is wide[0] else inside
+                bracket.num_at_most_low += int(np.count_nonzero(other))
+            if is_wide and is_first:
+                is_first = False
                 np.less(piece, bracket.high, out=mask)
-                np.not_equal(mask, before, out=mask)
-                if mask is inside:
-                    np.logical_or(chosen, inside, out=chosen)
-        if wide:
-            collected.append(piece.take(_places(masks[0], piece.size)))
+                np.not_equal(mask, other, out=mask)
+            elif is_wide:
+                np.not_equal(mask, other, out=mask)
+                np.less(piece, bracket.high, out=other)
+                np.not_equal(mask, other, out=mask)
+        if is_any_wide:
+            collected.append(piece.take(_places(inside, piece.size)))
             num_collected += collected[-1].size
             if num_collected > entries.size // 2:
                 return None
     return np.concatenate(collected)
 
 
+def _locate(
+    brackets: Sequence[_Bracket], inside: Array, ends: _Ends
+) -> tuple[dict[int, int], dict[int, np.number[Any]]] | None:
+    """Returns where among the collected entries ranks are, and values of those that are ends of brackets.
+
+    Returns:
+        Both by rank; None where a rank is in no bracket.
+    """
+    places: dict[int, int] = {}
+    values: dict[int, np.number[Any]] = {}
+    num_before = 0
+    for bracket in brackets:
+        num_up_to = int(np.count_nonzero(inside < bracket.high))
+        if bracket.pivot is not None:
+            bracket.num_at_most_low -= int(np.count_nonzero(inside <= bracket.pivot)) - num_before
+        for rank in bracket.ranks:
+            place = rank - bracket.num_at_most_low
+            if 0 <= place < num_up_to - num_before:
+                places[rank] = num_before + place
+                continue
+            value = ends.at(bracket, rank)
+            if value is None:
+                return None
+            values[rank] = value
+        num_before = num_up_to
+    return places, values
+
+
 def _places(mask: Array, size: int) -> Array:
     """Returns where the first entries of a mask are true; the others are overwritten.
 
-    NumPy looks for the true ones without a branch where they are more than a tenth, and otherwise jumps from
-    one to the next, which is faster only where they are rare: no processor foresees where they stand. Where
-    they are few, they are looked for eight at a time first.
+    They are looked for eight at a time first, unless there are so many that this rules out little. NumPy
+    looks for true ones without a branch only where they are more than a tenth, and otherwise jumps from one
+    to the next, though no processor foresees where they stand: true ones are appended until it does not.
     """
-    number = int(np.count_nonzero(mask[:size]))
-    if number * _COMMON > size:
-        if number * 10 > size:
-            return np.flatnonzero(mask[:size])
-        mask[size:] = True
-        return np.flatnonzero(mask[: size * 9 // 8 + 1])[:number]
-    if number * _RARE < size:
-        return np.flatnonzero(mask[:size])
     mask[size : size + 8] = False
     eights = mask[: (size + 7) // 8 * 8].view(np.uint64)
-    chosen = np.flatnonzero(eights != 0)
-    found = np.flatnonzero(eights.take(chosen).view(np.bool_))
-    return (chosen.take(found >> 3) << 3) + (found & 7)
+    is_any = eights != 0
+    if np.count_nonzero(is_any) * 3 < is_any.size:
+        chosen = np.flatnonzero(is_any)
+        found = np.flatnonzero(eights.take(chosen).view(np.bool_))
+        return (chosen.take(found >> 3) << 3) + (found & 7)
+    number = int(np.count_nonzero(mask[:size]))
+    if number * 10 > size:
+        return np.flatnonzero(mask[:size])
+    mask[size:] = True
+    return np.flatnonzero(mask[: size * 9 // 8 + 1])[:number]
 
 
 def _in_place(entries: Array, asked: Mapping[int, int]) -> dict[int, np.number[Any]]:

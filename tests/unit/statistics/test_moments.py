@@ -7,6 +7,7 @@ import pytest
 
 from torchinstruments.statistics.moments import (
     Moments,
+    aligned_floats,
     chunks,
     exponent_of,
     exponents_of,
@@ -79,3 +80,11 @@ def test_the_exponent_of_each_of_many_numbers_is_that_of_the_one() -> None:
     sizes = [0.0, 1.0, 1e150, 1e200, 1e-200, 5e-324, 1.7e308]
     assert exponents_of(np.array(sizes)).tolist() == [exponent_of(size) for size in sizes]
     assert exponent_of(1.0) == exponent_of(0.0) == 0
+
+
+@pytest.mark.parametrize("number", [1, 1000])
+def test_aligned_memory_begins_with_a_cache_line(number: int) -> None:
+    """And has room for so many numbers, which can be written."""
+    memory = aligned_floats(number)
+    memory[:] = 1.5
+    assert (memory.ctypes.data % 64, memory.dtype, memory.sum()) == (0, np.float64, 1.5 * number)

@@ -15,7 +15,7 @@ DTYPES = ("float32", "float64", "int32", "int64", "uint32", "uint64")
 
 def selected(entries: Array, ranks: list[int]) -> list[object]:
     """Returns the entries with these ranks."""
-    found = select(entries, ranks, entries.min(), entries.max())
+    found = select(entries, ranks, entries.min(), entries.max()).by_rank
     return [found[rank].item() for rank in ranks]
 
 
@@ -101,7 +101,7 @@ def test_a_sample_that_misleads_costs_no_more_than_a_copy(monkeypatch: pytest.Mo
     entries = generator.standard_normal(40_000, dtype=np.float32)
     # A sample of the same few places, which hold the ends.
     monkeypatch.setattr(selection, "_offsets", lambda: np.zeros(selection._SAMPLE))
-    num_sampled = entries.size // 8
+    num_sampled = selection._num_sampled(entries.size)
     places = (np.arange(num_sampled) * (entries.size / num_sampled)).astype(np.intp)
     entries[places] = np.where(np.arange(num_sampled) % 2, np.float32(9), np.float32(-9))
     brackets = selection._brackets(entries, [20_000], np.float32(-9), np.float32(9))
@@ -109,6 +109,61 @@ def test_a_sample_that_misleads_costs_no_more_than_a_copy(monkeypatch: pytest.Mo
     assert selection._collect(entries, brackets) is None
     ranks = [20_000, 1, 39_998]
     assert selected(entries, ranks) == np.sort(entries)[ranks].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("invalid", [[np.nan], [np.inf], [-np.inf], [np.nan, np.inf, -np.inf]], ids=str)
+@pytest.mark.parametrize("every", [2, 7, 5000])
+def test_entries_that_are_not_finite_stand_where_a_sort_puts_them(
+    dtype: str, invalid: list[float], every: int
+) -> None:
+    """They are never in the way: ranks count the negative infinite ones, and the others come behind."""
+    entries = data_of("normal", 90_001).astype(dtype)
+    for start, value in enumerate(invalid):
+        entries[start::every] = value
+    entries[77] = 1.0
+    finite = np.sort(entries[np.isfinite(entries)])
+    num_before = int(np.count_nonzero(entries == -np.inf))
+    ranks = [num_before + rank for rank in quartile_ranks(finite.size) if rank < finite.size]
+    found = select(entries, ranks, finite[0], finite[-1]).by_rank
+    assert [found[rank] for rank in ranks] == np.sort(entries)[ranks].tolist()
+    assert np.isfinite([found[rank] for rank in ranks]).all()
+
+
+def test_a_rank_that_is_not_near_its_estimate_is_looked_for_further_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Brackets that were drawn too close are replaced by the wide ones, not by a copy of all entries."""
+    entries = data_of("normal", 300_001)
+    widths: list[float] = []
+    collect, in_place, ordered = selection._collect, selection._in_place, list[int]()
+
+    def watched_collect(entries: Array, brackets: list[selection._Bracket]) -> Array | None:
+        widths.append(float(sum(bracket.high - bracket.low for bracket in brackets)))
+        return collect(entries, brackets)
+
+    def watched_in_place(entries: Array, asked: dict[int, int]) -> dict[int, np.number]:
+        ordered.append(entries.size)
+        return in_place(entries, asked)
+
+    monkeypatch.setattr(selection, "_NUM_NEAR_DEVIATIONS", -4.0)
+    monkeypatch.setattr(selection, "_collect", watched_collect)
+    monkeypatch.setattr(selection, "_in_place", watched_in_place)
+    ranks = quartile_ranks(entries.size)
+    assert selected(entries, ranks) == np.sort(entries)[ranks].tolist()
+    assert widths[0] < widths[1] / 2
+    assert max(ordered) <= selection._ENOUGH
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shift", [0, 5, -1])
+def test_zeros_that_were_met_are_all_zeros(kind: str, shift: int) -> None:
+    """Their number is right where it is known, and known where zero is among the ranks or near them."""
+    entries = data_of(kind, 200_003) + np.float32(shift)
+    found = select(entries, quartile_ranks(entries.size), entries.min(), entries.max())
+    assert found.num_zero in (None, np.count_nonzero(entries == 0))
+    if shift == 0 and kind in ("normal", "rectified", "whole"):
+        assert found.num_zero is not None
 
 
 def test_zeros_of_both_signs_are_equal() -> None:
