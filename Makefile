@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test test-system bench check format clean
+.PHONY: help install demo test test-system bench soak check format clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -26,7 +26,10 @@ test: $(STAMP) ## every test that needs no root and no apt
 
 # -P keeps the scripts' own folder, where a file is called profile.py, off the import path.
 bench: $(STAMP) ## tables of what measuring costs, as ratios; nothing in them is asserted
-	set -e; for script in tests/benchmarks/*.py; do OMP_NUM_THREADS=1 $(BIN)/python -P "$$script"; done
+	set -e; for script in $(filter-out tests/benchmarks/soak.py,$(wildcard tests/benchmarks/*.py)); do OMP_NUM_THREADS=1 $(BIN)/python -P "$$script"; done
+
+soak: $(STAMP) ## ten minutes of training against a store that keeps failing; every row has to arrive once
+	OMP_NUM_THREADS=1 $(BIN)/python -P tests/benchmarks/soak.py
 
 test-system: $(STAMP) ## the tests that need root: a small disk that is really full
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m system

@@ -321,7 +321,7 @@ class RunSession:
         return (
             f"not everything has reached {self.url} yet; the rest lies in {spool_path} and is still carried, "
             f"by an uploader that keeps the endpoint and credentials it was started with; if {log} says that "
-            f"they are wrong, end the process that is named there and start the job again"
+            f"they are wrong, carry it with others: torchinstruments upload {spool_path}"
         )
 
     def abandon(self) -> None:

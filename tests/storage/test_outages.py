@@ -182,7 +182,7 @@ def test_two_launches_that_could_not_ask_are_both_kept_and_named(tmp_path: Path,
     assert history.height == 2 * 4 * 2 * 3
     assert history.unique(["process", "sample_id", "layer", "metric"]).height == history.height
     assert set(history["generation"]) == {0}
-    coverage: Any = merge_run(url).result["coverage"]
+    coverage: Any = merge_run(url).to_dict()["coverage"]
     assert coverage["overlapping_ranks"] == [
         {"rank": 0, "generation": 0, "processes": list(processes), "same_sample_ids": True}
     ]

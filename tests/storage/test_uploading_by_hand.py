@@ -185,6 +185,7 @@ def test_an_uploader_killed_in_the_middle_of_a_put_is_repeated(
     target.upload(0.0)
     assert until(lambda: "stall" in {entry.action for entry in fault_proxy.log})
     (pid,) = uploader_pids(spool)
+    assert os.getpriority(os.PRIO_PROCESS, pid) == max(10, os.getpriority(os.PRIO_PROCESS, 0))
     os.kill(pid, signal.SIGKILL)
     fault_proxy.clear()
     target.write_part("samples", 10, make_part(range(10, 20)))

@@ -1,6 +1,7 @@
 """``torchinstruments status``: where each rank stands by its manifest; reads no part, works on a live run."""
 
 import argparse
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from torchinstruments.cli.command import Command, add_place_arguments, storage_options
-from torchinstruments.cli.console import age_text, count_text, print_table
+from torchinstruments.cli.console import age_text, count_text, print_table, shown_text
 from torchinstruments.cli.folders import Folders, open_folders, print_runs_beside
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class _ProcessStatus:
         last_sample_age_s: Seconds since then, by this host's clock.
         rows: Rows of ``history`` where readers look.
         rows_in_spool: Rows of all tables that still lie in the host's spool.
+        spool_path: Where that is on its host, ``""`` where it has none.
         rows_dropped: Rows of all tables that were given up.
         errors: Errors of collection.
     """
@@ -71,6 +73,7 @@ class _ProcessStatus:
     last_sample_age_s: float | None
     rows: int
     rows_in_spool: int
+    spool_path: str
     rows_dropped: int
     errors: int
 
@@ -175,6 +178,7 @@ def _process_status(
         last_sample_age_s=_age_s(manifest.last_sample_at, now_s),
         rows=history.rows if history is not None else 0,
         rows_in_spool=rows_in_spool(manifest),
+        spool_path=manifest.spool_path,
         rows_dropped=rows_dropped(manifest),
         errors=sum(manifest.counters.errors.values()),
     )
@@ -224,7 +228,21 @@ def _print_status(found: _RunStatus, file: TextIO) -> None:
         print(f"parts without a manifest: {unknown} ({ranks_text(found.ranks_without_manifest)})", file=file)
     if not found.expected_ranks_known:
         print("not known in full which ranks observe: the rank policy does not tell", file=file)
+    _print_left(found.ranks, file)
     _print_set_aside(found.set_aside, file)
+
+
+def _print_left(processes: Sequence[_ProcessStatus], file: TextIO) -> None:
+    """Says on which host rows lie that no live process carries, and how they get from there."""
+    left = [one for one in processes if one.rows_in_spool and one.spool_path and one.status != "running"]
+    for one in left[:_MAX_NAMED_FILES]:
+        print(
+            f"in the spool: {count_text(one.rows_in_spool, 'row')} of rank {one.rank}; run on "
+            f"{shown_text(one.host)}: torchinstruments upload {shown_text(shlex.quote(one.spool_path))}",
+            file=file,
+        )
+    if len(left) > _MAX_NAMED_FILES:
+        print(f"in the spool: {count_text(len(left) - _MAX_NAMED_FILES, 'more rank')}", file=file)
 
 
 def _print_set_aside(set_aside: Sequence[dict[str, str]], file: TextIO) -> None:

@@ -47,6 +47,7 @@ __all__ = [
     "SEGMENTS",
     "UNREADABLE",
     "UPLOADER_LOCK",
+    "UPLOADER_NICENESS",
     "WANTED",
     "WRITER_LOCK",
     "About",
@@ -67,6 +68,7 @@ __all__ = [
 ]
 
 UPLOADER_LOCK = "uploader.lock"
+UPLOADER_NICENESS = 10
 LOG = "uploader.log"
 UNREADABLE = "unreadable"
 ABOUT = "about.json"

@@ -8,6 +8,7 @@ An uploader that fails and is older than this process may have been started with
 credentials that have expired. It is asked for its place, once: whichever follows it is younger.
 """
 
+import contextlib
 import os
 import pickle
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from torchinstruments.store.children import child_arguments, child_environment
 from torchinstruments.store.locks import FileLock
-from torchinstruments.store.spool_folder import LOG, UPLOADER_LOCK
+from torchinstruments.store.spool_folder import LOG, UPLOADER_LOCK, UPLOADER_NICENESS
 from torchinstruments.store.uploader_state import read_uploader_state, take_over
 
 __all__ = ["UploaderStarter"]
@@ -119,6 +120,9 @@ class UploaderStarter:
             )
         finally:
             os.close(log)
+        with contextlib.suppress(OSError):
+            # Training goes first from the beginning: loading the uploader's modules is work already.
+            os.setpriority(os.PRIO_PROCESS, process.pid, UPLOADER_NICENESS)
         lock.close()
         _started.add(process)
         self._process = process

@@ -32,7 +32,13 @@ from torchinstruments.errors import (
 from torchinstruments.store.filesystem import Storage, open_storage
 from torchinstruments.store.locks import FileLock
 from torchinstruments.store.shipment import Shipment
-from torchinstruments.store.spool_folder import LOG, UNREADABLE, UPLOADER_LOCK, process_folders
+from torchinstruments.store.spool_folder import (
+    LOG,
+    UNREADABLE,
+    UPLOADER_LOCK,
+    UPLOADER_NICENESS,
+    process_folders,
+)
 from torchinstruments.store.uploader_state import (
     UploaderState,
     clear_handover,
@@ -344,7 +350,8 @@ def main(arguments: list[str] | None = None) -> int:
     if lock is None:
         return 0
     with contextlib.suppress(OSError):
-        os.nice(10)  # training goes first
+        # Training goes first; whoever started this process has usually seen to it.
+        os.setpriority(os.PRIO_PROCESS, 0, max(UPLOADER_NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
     uploader = Uploader(given.spool, url, storage_options, lock)
 
     def on_signal(_number: int, _frame: object) -> None:

@@ -468,3 +468,16 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+def test_status_says_where_rows_lie_and_how_to_get_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of an ended process in a spool are named with the host and the command that carries them."""
+    run = whole_run(tmp_path / "run", 1)
+    tables = {"history": TableState(next_part=1, rows=4, rows_in_spool=9)}
+    run.manifest(0, process_of(0), tables=tables, spool_path="/spool/night 7/rank-000-0000000a")
+    assert main(["status", run.url]) == 1
+    out = capsys.readouterr().out
+    assert "in the spool: 9 rows of rank 0; run on host-a: " in out
+    assert "torchinstruments upload '/spool/night 7/rank-000-0000000a'" in out
