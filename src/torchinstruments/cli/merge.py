@@ -32,6 +32,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", metavar="RANKS", help="merge these ranks only, such as 0-7,12")
     add_executor_arguments(parser)
+    parser.add_argument(
+        "--untrusted",
+        action="store_true",
+        help="read each part on trial in a process with bounds of memory and time, and leave it out where it "
+        "goes beyond them: for runs that nobody vouches for",
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -50,6 +56,7 @@ def _run(arguments: argparse.Namespace) -> int:
             ranks=ranks,
             progress=progress,
             executor=executor,
+            untrusted=arguments.untrusted,
         )
     if arguments.as_json:
         from torchinstruments.store.manifest import encode_document
