@@ -470,3 +470,28 @@ def test_an_untrusted_run_in_an_object_store() -> None:
     storage.replace("rank-000/history.parts/part-00000000-000009.parquet", b"PAR1" + bytes(50) + b"PAR1")
     plan = plan_merge(["memory://hostile-trial"], None, None)
     assert without_harmful_parts(plan).tasks == plan.tasks
+
+
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"
+
+
+def test_nothing_that_a_terminal_obeys_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run ids, layers, hosts, statistics and errors are anybody's text; they are shown escaped."""
+    run = damageable(tmp_path / "run")
+    for path in sorted(run.root.rglob("*.json")):
+        text = path.read_text().replace("host-a", f"host{ESCAPES}").replace('"Linear"', json.dumps(ESCAPES))
+        path.write_text(text.replace('"std"', json.dumps(ESCAPES)))
+    record = json.loads((run.root / "run.json").read_bytes())
+    for name in ("merge", "status"):
+        assert main([name, run.url]) == 1
+    hostile = RunFolder(tmp_path / f"other{ESCAPES}", run_id=f"run{ESCAPES}", world_size=2).run()
+    hostile.manifest(0, "0000000a", status="running", host=ESCAPES)
+    hostile.write(f"rank-000/history.parts/part-{ESCAPES}.parquet", b"")
+    for name in ("merge", "status"):
+        assert main([name, hostile.url]) == 1
+    main(["compare", hostile.url, run.url])
+    shown = capsys.readouterr()
+    assert record["run_id"] in shown.out
+    assert "\\x1b]0;owned" in shown.out
+    for one in ("\x1b", "\x07", "\u202e", "\x9b"):
+        assert one not in shown.out + shown.err
