@@ -140,7 +140,7 @@ def test_a_shuffled_listing_gives_the_same_bytes(
     walk = LocalStorage.walk
     random = np.random.default_rng(3)
 
-    def shuffled(self: LocalStorage) -> Listing:
+    def shuffled(self: LocalStorage, enters: Any) -> Listing:
         found = walk(self)
         return [found[place] for place in random.permutation(len(found))]
 

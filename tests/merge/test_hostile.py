@@ -19,8 +19,13 @@ from merge.test_damage import CATALOG, GENERATION, MANIFEST, PROCESS, ROWS, dama
 from torchinstruments.cli.main import main
 from torchinstruments.errors import StorageError
 from torchinstruments.merge.engine import merge_run
+from torchinstruments.merge.plan import plan_merge
+from torchinstruments.merge.trial_child import Errand
+from torchinstruments.merge.trials import TRIAL_MEMORY_BYTES, Child, without_harmful_parts
 from torchinstruments.store import schema
+from torchinstruments.store.filesystem import open_storage
 from torchinstruments.store.run import open_run
+from unit.store.folders import begin_run, write_rank
 
 MAX_EXTRA_BYTES = 200 * 2**20
 """What a merge of a tiny run may take beside its imports, whatever lies in it."""
@@ -39,12 +44,12 @@ def measured() -> Generator[Callable[[RunFolder], Outcome]]:
         yield run
 
 
-def long_text(part: Path) -> None:
-    """One text of 100 MB, which zstd makes 10 KB of."""
+def long_text(part: Path, size: int = 100_000_000) -> None:
+    """One long text, which zstd makes next to nothing of."""
     rewrite(
         part,
         lambda rows: rows.slice(0, 1).set_column(
-            rows.schema.get_field_index("device"), "device", pa.array(["x" * 100_000_000])
+            rows.schema.get_field_index("device"), "device", pa.array(["x" * size])
         ),
         compression="zstd",
     )
@@ -390,3 +395,103 @@ def test_duplicate_keys_and_huge_numbers(tmp_path: Path) -> None:
     assert [one["host"] for one in ranks] == ["host-a", "b"]
     assert main(["status", "--json", run.url]) == 0
     assert process_of(1) == PROCESS
+
+
+def bomb(part: Path, size: int) -> None:
+    """One text that unpacks to so many bytes, in a file whose footer says that it is small."""
+    long_text(part, size)
+    with pq.ParquetFile(part) as file:
+        group = file.metadata.row_group(0)
+        sizes = {group.total_byte_size: 1000}
+        sizes |= {
+            size: 100
+            for number in range(group.num_columns)
+            if (size := group.column(number).total_uncompressed_size) > 2**20
+        }
+    claim_small(part, sizes)
+
+
+def test_a_bomb_is_found_on_trial(tmp_path: Path) -> None:
+    """A page that unpacks to more than may be, whatever its footer says, is named; the rest stays."""
+    run = damageable(tmp_path / "run")
+    part = second_part(run, "history")
+    bomb(part, 150_000_000)
+    assert part.stat().st_size < 30_000
+    plan = plan_merge([run.url], None, None)
+    found = without_harmful_parts(plan, memory_bytes=128 * 2**20)
+    [one] = found.inventory.set_aside
+    assert one.path == str(part.relative_to(run.root))
+    assert one.reason == "over_memory_limit: reading it takes more than 134217728 bytes"
+    kept = {part.path for task in found.tasks for parts in task.parts.values() for part in parts}
+    assert one.path not in kept
+    assert len(kept) == 8
+
+
+def test_a_part_that_takes_too_long_is_named(tmp_path: Path) -> None:
+    """A process that does not answer in time is ended, and the part has the reason."""
+    run = damageable(tmp_path / "run")
+    [task, _] = plan_merge([run.url], None, None).tasks
+    child = Child(TRIAL_MEMORY_BYTES, limit_s=0)
+    errand = Errand(run.url, task.parts["history"][0], run.run_id, window=3, generation=0, limit_s=60)
+    assert child.ask(errand) == "over_time_limit: reading it takes more than 0 s"
+    assert child.is_over
+
+
+def test_a_link_out_of_the_run_is_not_followed(tmp_path: Path) -> None:
+    """Of a run that nobody vouches for, no file is read that lies elsewhere."""
+    run = damageable(tmp_path / "run")
+    part = second_part(run, "history")
+    part.rename(tmp_path / "elsewhere.parquet")
+    part.symlink_to(tmp_path / "elsewhere.parquet")
+    found = without_harmful_parts(plan_merge([run.url], None, None))
+    [one] = found.inventory.set_aside
+    assert one.reason == "misplaced: it is a link that leads out of the run's folder"
+
+
+def test_an_untrusted_run_is_merged_like_any_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nothing does harm the bytes are those of an ordinary merge."""
+    run = damageable(tmp_path / "run")
+    second_part(run, "history").write_bytes(b"PAR1")
+    main(["merge", run.url])
+    before = {path.name: path.read_bytes() for path in (run.root / "merged").iterdir()}
+    assert main(["merge", "--untrusted", run.url]) == 1
+    assert before == {path.name: path.read_bytes() for path in (run.root / "merged").iterdir()}
+    assert main(["merge", "--untrusted", "--executor", "threads", run.url]) == 2
+    assert "untrusted cannot be read by executor='threads'" in capsys.readouterr().err
+
+
+def test_an_untrusted_run_in_an_object_store() -> None:
+    """The bytes of a remote part are read on trial on this host, by a process that knows no address."""
+    storage = open_storage("memory://hostile-trial")
+    begin_run(storage)
+    write_rank(storage)
+    storage.replace("rank-000/history.parts/part-00000000-000009.parquet", b"PAR1" + bytes(50) + b"PAR1")
+    plan = plan_merge(["memory://hostile-trial"], None, None)
+    assert without_harmful_parts(plan).tasks == plan.tasks
+
+
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"
+
+
+def test_nothing_that_a_terminal_obeys_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run ids, layers, hosts, statistics and errors are anybody's text; they are shown escaped."""
+    run = damageable(tmp_path / "run")
+    for path in sorted(run.root.rglob("*.json")):
+        text = path.read_text().replace("host-a", f"host{ESCAPES}").replace('"Linear"', json.dumps(ESCAPES))
+        path.write_text(text.replace('"std"', json.dumps(ESCAPES)))
+    record = json.loads((run.root / "run.json").read_bytes())
+    for name in ("merge", "status"):
+        assert main([name, run.url]) == 1
+    hostile = RunFolder(tmp_path / f"other{ESCAPES}", run_id=f"run{ESCAPES}", world_size=2).run()
+    hostile.manifest(0, "0000000a", status="running", host=ESCAPES)
+    hostile.write(f"rank-000/history.parts/part-{ESCAPES}.parquet", b"")
+    for name in ("merge", "status"):
+        assert main([name, hostile.url]) == 1
+    main(["compare", hostile.url, run.url])
+    shown = capsys.readouterr()
+    assert record["run_id"] in shown.out
+    assert "\\x1b]0;owned" in shown.out
+    for one in ("\x1b", "\x07", "\u202e", "\x9b"):
+        assert one not in shown.out + shown.err

@@ -109,7 +109,7 @@ def _limits(texts: Sequence[str]) -> dict[str, float]:
 def _print_comparison(compared: "RunComparison", file: TextIO) -> None:
     result = compared.result
     for side in ("a", "b"):
-        print(_side_text(side.upper(), _record(result[side])), file=file)
+        print(shown_text(_side_text(side.upper(), _record(result[side]))), file=file)
     is_by_rank = result["compared_by"] == "rank"
     for name, text in (*_series_lines(result), *_layer_lines(_record(result["layers"]))):
         print(f"  {name:<12} {shown_text(text)}", file=file)

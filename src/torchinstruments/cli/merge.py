@@ -32,6 +32,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", metavar="RANKS", help="merge these ranks only, such as 0-7,12")
     add_executor_arguments(parser)
+    parser.add_argument(
+        "--untrusted",
+        action="store_true",
+        help="read each part on trial in a process with bounds of memory and time, and leave it out where it "
+        "goes beyond them: for runs that nobody vouches for",
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -50,6 +56,7 @@ def _run(arguments: argparse.Namespace) -> int:
             ranks=ranks,
             progress=progress,
             executor=executor,
+            untrusted=arguments.untrusted,
         )
     if arguments.as_json:
         from torchinstruments.store.manifest import encode_document
@@ -81,11 +88,13 @@ def _print_summary(merged: "MergeResult", file: TextIO) -> int:
     processes = _records(merged.result["ranks"])
     rows = sum(_integer(process["rows"]) for process in processes)
     samples = sum(_integer(process["samples"]) for process in processes)
-    print(f"run {run['run_id']}: {_headline(samples, is_complete=merged.complete)}", file=file)
+    print(
+        f"run {shown_text(str(run['run_id']))}: {_headline(samples, is_complete=merged.complete)}", file=file
+    )
     for name, text in (*finding_lines(merged.result), *_coverage_lines(coverage)):
         print(f"  {name:<12} {shown_text(text)}", file=file)
     print(f"  {'read':<12} {count_text(rows, 'row')} of {count_text(samples, 'sample')}", file=file)
-    print(f"  {'result':<12} {merged.url.rstrip('/')}/result.json", file=file)
+    print(f"  {'result':<12} {shown_text(merged.url.rstrip('/'))}/result.json", file=file)
     _print_widest(merged, file)
     return samples
 
@@ -180,7 +189,8 @@ def _print_widest(merged: "MergeResult", file: TextIO) -> None:
         for spread, name, signal, statistic in rows[:_NUM_WIDEST]
     ]
     print(
-        f"\nwidest between ranks: latest {metric}; spread = (highest - lowest) / larger magnitude of the two",
+        f"\nwidest between ranks: latest {shown_text(metric)}; spread = (highest - lowest) / larger "
+        f"magnitude of the two",
         file=file,
     )
     print_table(["layer", "signal", *headings, "spread"], cells, file=file, num_text_columns=2)

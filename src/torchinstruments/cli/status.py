@@ -213,7 +213,7 @@ def _print_status(found: _RunStatus, file: TextIO) -> None:
 
     latest = {process.rank: process for process in found.ranks}
     generations = count_text(found.generations, "generation")
-    print(f"run {found.run_id}: {count_text(len(latest), 'rank')}, {generations}", file=file)
+    print(f"run {shown_text(found.run_id)}: {count_text(len(latest), 'rank')}, {generations}", file=file)
     if latest:
         cells = [_cells(process) for process in latest.values()]
         print_table(_HEADINGS, cells, file=file, num_text_columns=_NUM_TEXT_COLUMNS)
@@ -247,7 +247,7 @@ def _print_left(processes: Sequence[_ProcessStatus], file: TextIO) -> None:
 
 def _print_set_aside(set_aside: Sequence[dict[str, str]], file: TextIO) -> None:
     for one in set_aside[:_MAX_NAMED_FILES]:
-        print(f"set aside: {one['file']}: {one['reason']}", file=file)
+        print(shown_text(f"set aside: {one['file']}: {one['reason']}"), file=file)
     if len(set_aside) > _MAX_NAMED_FILES:
         print(f"set aside: {count_text(len(set_aside) - _MAX_NAMED_FILES, 'more file')}", file=file)
 

@@ -36,6 +36,7 @@ from torchinstruments.merge.sources import close_sources
 from torchinstruments.merge.step_blocks import compare_steps
 from torchinstruments.merge.steps import STEPS_FILE, StepFold
 from torchinstruments.merge.tasks import RankReading, RankTask
+from torchinstruments.merge.trials import bounded_workers, without_harmful_parts
 from torchinstruments.records import ModuleRecord
 from torchinstruments.store.checks import FoundChecks
 from torchinstruments.store.documents import GONE
@@ -62,6 +63,7 @@ def merge_run(
     inline_ranks: int = 16,
     progress: Progress | None = None,
     executor: ExecutorChoice = None,
+    untrusted: bool = False,
 ) -> MergeResult:
     """Merges what the ranks of one run left into ``merged/result.json`` and the tables beside it.
 
@@ -80,6 +82,9 @@ def merge_run(
             machine, ``"dask"`` for the scheduler that dask is configured for, an executor of
             `concurrent.futures`, or a ``distributed.Client``; these two stay open. All give the same bytes.
             In a script, processes need the call to stand below ``if __name__ == "__main__":``.
+        untrusted: Whether nobody vouches for the run. Each part is read on trial by a process with bounds of
+            memory and time, and left out by name where it goes beyond them; the merge itself then reads in
+            processes that are bounded too.
 
     Raises:
         ConfigurationError: An argument that cannot work.
@@ -101,6 +106,8 @@ def merge_run(
             plan = plan_merge(urls, storage_options, ranks, is_second=is_second)
             if output is None:
                 require_no_link(plan.storages[0], MERGED)
+            if untrusted:
+                plan = without_harmful_parts(plan)
             try:
                 return _merge(plan, output, inline_ranks, progress, pool)
             except ChangedPartError as error:
@@ -113,7 +120,7 @@ def merge_run(
                 forget_layouts()
         raise AssertionError("the second try returns or raises")
 
-    with workers_for(executor) as workers:
+    with bounded_workers(executor) if untrusted else workers_for(executor) as workers:
         return merge_with(workers)
 
 

@@ -18,6 +18,7 @@ from typing import ParamSpec, TypeVar
 from typing_extensions import override
 
 from torchinstruments.errors import ConfigurationError, WorkerLostError
+from torchinstruments.merge.limits import limit_memory
 
 __all__ = ["MAX_TRIES", "ProcessWorkers"]
 
@@ -33,10 +34,12 @@ class ProcessWorkers(ThreadPoolExecutor):
 
     Args:
         num_workers: Processes at most.
+        memory_bytes: What each may take beside what it has when it begins; None for no bound.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, memory_bytes: int | None = None) -> None:
         super().__init__(num_workers, thread_name_prefix="torchinstruments-merge")
+        self._memory_bytes = memory_bytes
         self._local = threading.local()
         self._slots_lock = threading.Lock()
         self._slots: list[_Slot] = []
@@ -86,7 +89,7 @@ class ProcessWorkers(ThreadPoolExecutor):
     def _slot(self) -> "_Slot":
         slot: _Slot | None = getattr(self._local, "slot", None)
         if slot is None:
-            slot = self._local.slot = _Slot()
+            slot = self._local.slot = _Slot(self._memory_bytes)
             with self._slots_lock:
                 self._slots.append(slot)
             if not self._is_ended:
@@ -108,10 +111,13 @@ class ProcessWorkers(ThreadPoolExecutor):
 class _Slot:
     """One worker process."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_bytes: int | None) -> None:
         # Spawned: a fork of a process with threads, as this one is, may hang.
         self._pool = ProcessPoolExecutor(
-            1, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker
+            1,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_begin_worker,
+            initargs=(memory_bytes,),
         )
         self._pid: int | None = None
 
@@ -150,8 +156,10 @@ class _Slot:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _begin_worker() -> None:
+def _begin_worker(memory_bytes: int | None) -> None:
     """Ends with the process that merges, however that ends (worker)."""
+    if memory_bytes is not None:
+        limit_memory(memory_bytes)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent.join,), daemon=True).start()

@@ -45,13 +45,16 @@ from torchinstruments.store.schema import KEY_COLUMNS
 from torchinstruments.store.series import TooManySeriesError, codes_of, texts_of
 from torchinstruments.store.summaries import SummaryBuilder
 
-__all__ = ["HISTORY_COLUMNS", "SAMPLE_COLUMNS", "forget_layouts", "read_rank"]
+__all__ = ["HISTORY_COLUMNS", "OVER_MEMORY", "SAMPLE_COLUMNS", "forget_layouts", "read_rank"]
 
 MAX_HELD_ROWS = 1_000_000
 """Parts with more rows than this are decoded twice rather than held: about 100 bytes a row."""
 
 MAX_DISAGREEMENTS = 100
 """Kinds of rows that say something else than their place, of one part; one with more is set aside."""
+
+OVER_MEMORY = "over_memory_limit"
+"""Why a part is set aside whose rows do not fit into the memory that there is."""
 
 _SHARED = SharedLayouts()
 _FOREIGN = "foreign_run"
@@ -167,6 +170,8 @@ class _RankReader:
             raise
         except TooManySeriesError as error:
             reason = UnusableFileError("schema_mismatch", error).reason
+        except pa.ArrowMemoryError as error:
+            reason = UnusableFileError(OVER_MEMORY, error).reason
         except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError) as error:
             # Beyond the footer a damaged page surfaces as whatever the decoder trips over.
             reason = UnusableFileError("unreadable", error).reason

@@ -5,6 +5,7 @@ that run as they stand in this folder. Every list is bounded, so the page stays 
 """
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ _MAX_NAME_BYTES = 64
 _MAX_SETTINGS_BYTES = 400
 _MAX_ERRORS = 100
 _MAX_MESSAGE_BYTES = 500
+_MARKUP = re.compile(r"[\\<\[\]|&]")
 
 _MEANINGS = {
     "generation": "which (re)start of the ranks, from 0",
@@ -195,7 +197,7 @@ def encode_index(identity: Identity, claim: Claim, run: RunRecord, collected: Co
 
 def _introduction(identity: Identity, run: RunRecord, collected: Collected) -> str:
     versions = " with ".join(
-        f"{package} {_cut(run.versions[package])}"
+        f"{package} {_plain(run.versions[package])}"
         for package in ("torchinstruments", "torch")
         if package in run.versions
     )
@@ -210,7 +212,7 @@ def _introduction(identity: Identity, run: RunRecord, collected: Collected) -> s
 
 def _files(identity: Identity, collected: Collected) -> str:
     if collected.trouble:
-        result = f"the selected layers only; summarising failed ({_cut(collected.trouble)})"
+        result = f"the selected layers only; summarising failed ({_plain(collected.trouble)})"
     elif collected.is_closed:
         result = "summaries by layer and tensor: counts, first, latest, extremes, two windows"
     else:
@@ -247,11 +249,11 @@ def _type(field: pa.Field) -> str:
 def _collection(identity: Identity, claim: Claim, run: RunRecord) -> str:
     sampler = _cut(str(run.sampling.get("type", "")))
     settings = _cut(json.dumps(run.sampling.get("settings", {}), default=str), _MAX_SETTINGS_BYTES)
-    device = _cut(identity.device or "unknown")
+    device = _plain(identity.device or "unknown")
     lines = [
-        f"Run: {_cut(run.run_id)}, begun {run.created_at}; rank policy `{_cut(run.rank_policy)}`",
+        f"Run: {_plain(run.run_id)}, begun {run.created_at}; rank policy `{_cut(run.rank_policy)}`",
         f"Rank: {identity.rank} of {identity.world_size} (counted from 0), generation {claim.generation}",
-        f"Process: `{identity.process}` on {_cut(identity.host)}, device {device}",
+        f"Process: `{identity.process}` on {_plain(identity.host)}, device {device}",
         f"Sampling: `{sampler}`, settings `{settings}`",
         f"Signals: {_names(run.signals)}",
         f"Statistics known beforehand: {_names(run.statistics)}",
@@ -273,7 +275,9 @@ def _coverage(collected: Collected) -> str:
     ]
     if counters.histograms_missing:
         reasons = sorted(counters.histograms_missing.items())
-        lines.append(f"Histograms without entries: {', '.join(f'{code} {count}' for code, count in reasons)}")
+        lines.append(
+            f"Histograms without entries: {', '.join(f'{_plain(code)} {count}' for code, count in reasons)}"
+        )
     if collected.is_closed:
         lines.append(f"Layers that never fired: {_names(silent) if silent else 'none'}")
     if collected.rows_left_out:
@@ -288,7 +292,9 @@ def _coverage(collected: Collected) -> str:
 
 def _errors(collected: Collected) -> str:
     total = sum(collected.counters.errors.values())
-    by_probe = ", ".join(f"{probe} {count}" for probe, count in sorted(collected.counters.errors.items()))
+    by_probe = ", ".join(
+        f"{_plain(probe)} {count}" for probe, count in sorted(collected.counters.errors.items())
+    )
     head = f"## Errors\n\n{total} in all" + (f": {by_probe}." if by_probe else ".") + "\n"
     shown = list(collected.errors)[-_MAX_ERRORS:]
     if not shown:
@@ -298,7 +304,12 @@ def _errors(collected: Collected) -> str:
 
 
 def _error(error: ErrorRecord) -> str:
-    parts = (error.probe, _cut(error.module), error.type, _cut(error.message, _MAX_MESSAGE_BYTES))
+    parts = (
+        _plain(error.probe),
+        _plain(error.module),
+        _plain(error.type),
+        _plain(error.message, _MAX_MESSAGE_BYTES),
+    )
     return ": ".join(part for part in parts if part)
 
 
@@ -312,8 +323,18 @@ def _names(names: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
+def _plain(text: str, most_bytes: int = _MAX_NAME_BYTES) -> str:
+    """Returns text for outside of a code span: `_cut`, and neither link, nor HTML, nor cell of a table."""
+    return _MARKUP.sub(r"\\\g<0>", _cut(text, most_bytes))
+
+
 def _cut(text: str, most_bytes: int = _MAX_NAME_BYTES) -> str:
-    """Returns text on one line, cut, so that a page of any run stays small and its lists stay lists."""
+    """Returns text on one line, cut, so that a page of any run stays small and its lists stay lists.
+
+    What a terminal would obey stands there as Python escapes it.
+    """
     line = " ".join(text.split()).replace("`", "'")
+    if not line.isprintable():
+        line = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in line)
     data = line.encode("utf-8", "replace")
     return line if len(data) <= most_bytes else data[: most_bytes - 3].decode("utf-8", "ignore") + "…"

@@ -9,6 +9,7 @@ import pickle
 import re
 import sys
 from collections.abc import Mapping
+from urllib.parse import quote, unquote
 
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.store.texts import encodable
@@ -195,6 +196,8 @@ def secrets_of(url: str, storage_options: Mapping[str, object] | None) -> tuple[
         user, at, _ = rest[0].partition("/")[0].rpartition("@")
         found.update(part for part in (*user.split(":"), *rest[1:]) if at or part in rest[1:])
     _collect_secrets(storage_options or {}, found, is_secret=False)
+    # Clients decode what an address holds and encode what they send; messages have either.
+    found |= {unquote(text) for text in found} | {quote(text, safe="") for text in found}
     return tuple(
         sorted((text for text in found if len(text) >= _SHORTEST_SECRET), key=lambda text: (-len(text), text))
     )

@@ -174,3 +174,16 @@ def test_rows_without_a_summary_are_told() -> None:
     page = page_of(collected(rows_left_out=17))
     assert "* Rows without a summary in `result.json`: 17, beyond its first 131072 series" in page
     assert "Rows without a summary" not in page_of(collected())
+
+
+def test_what_came_from_a_program_is_no_markup() -> None:
+    """Links, HTML, cells of tables and control characters of names and messages stay text."""
+    message = "<script>x</script> [click](javascript:x) | cell ![i](http://x) \x1b[31m \u202e `code`"
+    error = ErrorRecord("hook<b>", "layer[0]", "Odd|Error", message, at="")
+    counters = Counters(errors={"hook<b>": 1}, histograms_missing={"<i>": 2})
+    page = page_of(collected(counters=counters, errors=(error,)), run_record("run-<b>"))
+    outside = re.sub(r"(?s)```.*?```|`[^`]*`", "", page)
+    assert not re.search(r"(?<!\\)<[a-z/]|(?<!\\)\[[^\]]*[^\\]\]\(", outside)
+    assert r"\<script>x\</script> \[click\](javascript:x) \| cell" in page
+    assert "\x1b" not in page
+    assert "\u202e" not in page

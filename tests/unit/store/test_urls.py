@@ -132,8 +132,15 @@ def test_secrets_of_options_and_addresses_are_found() -> None:
         },
     )
     expected = {"someone", "hunter2222", "access-key", "secret-key", "session-token", "sig=signature-text"}
-    assert set(found) == expected
+    assert set(found) == {*expected, "sig%3Dsignature-text"}
     assert urls.scrub("refused: secret-key and access-key", found) == "refused: *** and ***"
+
+
+def test_secrets_are_found_encoded_and_decoded() -> None:
+    """A client decodes the password of an address and encodes a token; both forms are hidden."""
+    found = urls.secrets_of("ftp://someone:p%40ss+w%2Frd@host/run", {"token": "a/b=c d/e"})
+    said = "530 p@ss+w/rd, p%40ss+w%2Frd: a/b=c d/e, a%2Fb%3Dc%20d%2Fe"
+    assert urls.scrub(said, found) == "530 ***, ***: ***, ***"
 
 
 def test_an_address_without_secrets_has_none() -> None:
