@@ -25,7 +25,8 @@ def _called(function):
 def test_the_hook_of_a_parameter_reads_no_device():
     """Nor does anything that it calls at each gradient."""
     site = accumulation.AccumulationSite
-    for function in (site.accumulated, site._begin, site._count, hooks.ParameterHook.__call__):
+    hot = (accumulation.fire_hook, site.accumulated, site._begin, site._count, hooks.ParameterHook.__call__)
+    for function in hot:
         assert _READS.isdisjoint(_called(function)), function
 
 
