@@ -119,8 +119,9 @@ class PhaseTimer:
 
     def step_began(self, now_s: float, window: Window | None, *, in_backward: bool) -> None:
         """Takes the begin of an outermost step (training or autograd thread, hot path)."""
-        if in_backward and self._stepped_in_backward and self._waits_for_backward_since_s is None:
-            # Between two optimizers that step inside one backward there is nothing but that backward.
+        if in_backward and self._stepped_in_backward and not self.is_busy:
+            # Between two optimizers that step inside one backward there is nothing but that backward, unless
+            # a forward runs beside it.
             self._waits_for_backward_since_s = self._last_event_s
         self.settle_backward(now_s, window, None)
         if self._forward_began_s is not None:

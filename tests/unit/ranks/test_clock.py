@@ -369,6 +369,18 @@ def test_optimizers_that_step_inside_the_backward_share_its_window_and_not_its_t
     assert loop.records[-1].gap_s == 2.0
 
 
+def test_a_forward_beside_steps_inside_a_backward_is_forward_and_nothing_else():
+    """What lies between two such steps is that forward's time, and counts once."""
+    loop = _Loop()
+    loop.clock.forward_started(grad_enabled=True, now_s=1.0, now_us=0)
+    loop.clock.step_started(0, 2.0, in_backward=True)
+    loop.clock.step_ended(0, 3.0)
+    loop.clock.step_started(1, 6.0, in_backward=True)
+    loop.clock.step_ended(1, 7.0)
+    records = [one.resolve() for one in loop.clock.close(8.0)]
+    assert [(r.forward_s, r.backward_s, r.optimizer_s) for r in records] == [(4.0, 0.0, 1.0)] * 2
+
+
 def test_gradients_that_are_thrown_away_leave_their_forwards_in_the_window():
     """No hook tells of a zero_grad without a step: without blocks it cannot be known."""
     loop = _Loop()
