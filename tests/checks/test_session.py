@@ -194,6 +194,29 @@ def test_what_cannot_be_watched_is_refused_in_one_sentence():
         ChecksSession(mlp(), "adam")
 
 
+def test_an_optimizer_of_another_model_is_refused():
+    """A check before its writes would protect nothing; no hook is left."""
+    model, before = mlp(), _num_step_hooks()
+    session = ChecksSession(model, SGD(mlp().parameters(), lr=0.1), scaler=None)
+    session.register_nonfinite_grad_check()
+    with pytest.raises(ConfigurationError, match="optimizer=SGD has no parameter of the model"):
+        session.attach()
+    assert _num_step_hooks() == before
+    assert _num_tensor_hooks(model) == 0
+    assert not session.is_attached
+
+
+def test_each_of_several_optimizers_has_to_be_the_models():
+    """One with a single parameter of it is, one that has no parameters yet may become so."""
+    model, other = mlp(), mlp()
+    part = SGD([*other.parameters(), model[1].bias], lr=0.1)
+    empty = SGD([{"params": []}], lr=0.1)
+    with ChecksSession(model, [part, empty], scaler=None) as session:
+        assert session.is_attached
+    with pytest.raises(ConfigurationError, match="optimizer=SGD has no parameter"):
+        ChecksSession(model, [part, SGD(other.parameters(), lr=0.1)], scaler=None).attach()
+
+
 def test_a_report_is_strict_json_and_cannot_be_changed():
     """Whatever is in it."""
     model = mlp()

@@ -38,8 +38,14 @@ from torchinstruments.checks.report import CheckReport, frozen
 from torchinstruments.checks.scale_ledger import ScaleLedger
 from torchinstruments.checks.shared_attempts import SharedAttempts, shared_attempts
 from torchinstruments.checks.stepping import StepSite
-from torchinstruments.checks.targets import checked_model, holder_of, optimizers_of
-from torchinstruments.checks.unseen import changed_parameters, why_never, without_attempt
+from torchinstruments.checks.targets import checked_model, holder_of, optimizers_of, refuse_strangers
+from torchinstruments.checks.unseen import (
+    UNSEEN_STEP,
+    changed_parameters,
+    never_before_write,
+    why_never,
+    without_attempt,
+)
 from torchinstruments.checks.visitor import SiteVisitor
 from torchinstruments.checks.watchdog import Watchdog
 from torchinstruments.config import UNSET, Unset
@@ -122,7 +128,8 @@ class ChecksSession(Registrars):
 
         Raises:
             CheckLifecycleError: The session is attached.
-            ConfigurationError: A check names what the model does not have.
+            ConfigurationError: A check names what the model does not have, or an optimizer that was given has
+                no parameter of the model.
         """
         if self._visitor is not None:
             raise CheckLifecycleError("this session is attached already; call detach() first")
@@ -130,10 +137,17 @@ class ChecksSession(Registrars):
             self._is_disabled_by_environment = True
             return self
         self._inventory = Inventory(self._model)
+        refuse_strangers(self._optimizers, self._inventory, self._holder)
         # The ledger goes last: it takes what other checks have asked for.
         checks = (*self._checks, self._clip)
         visitor = SiteVisitor(
-            self._inventory, checks, self._store, self._watchdog, self._violated, self._report_error
+            self._inventory,
+            checks,
+            self._store,
+            self._watchdog,
+            self._violated,
+            self._report_error,
+            self._accumulation_steps,
         )
         ground = Ground(self._inventory, visitor.emit, self._store.add_unavailable, self._clip_norm)
         for check in checks:
@@ -327,6 +341,8 @@ class ChecksSession(Registrars):
         for check in self._checks:
             if not check.has_run:
                 store.add_unavailable(check.name, self._why_never())
+        for name in never_before_write(self._checks, visitor):
+            store.add_unavailable(name, UNSEEN_STEP)
         if self._clip_norm is not None and not any(check.name == "grad_magnitude" for check in self._checks):
             store.add_unavailable(
                 "grad_magnitude",
