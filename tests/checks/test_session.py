@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
@@ -215,6 +216,19 @@ def test_each_of_several_optimizers_has_to_be_the_models():
         assert session.is_attached
     with pytest.raises(ConfigurationError, match="optimizer=SGD has no parameter"):
         ChecksSession(model, [part, SGD(other.parameters(), lr=0.1)], scaler=None).attach()
+
+
+@pytest.mark.parametrize("given", ["x", 0, True, -1.0, float("nan"), float("inf"), 10**400, GradScaler])
+def test_a_scaler_that_scales_nothing_is_refused(given):
+    """The sentence has what was given, and what may be."""
+    with pytest.raises(ConfigurationError, match=r"scaler=.* is not possible; give the torch.amp.GradScaler"):
+        ChecksSession(mlp(), scaler=given)
+
+
+@pytest.mark.parametrize("given", [8, 8.0])
+def test_a_number_is_a_scale(given):
+    """An integer is one too, and stands in what the report discloses."""
+    assert ChecksSession(mlp(), scaler=given).report().disclosures["scaler_declared"] == 8.0
 
 
 def test_a_report_is_strict_json_and_cannot_be_changed():

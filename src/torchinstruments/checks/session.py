@@ -38,7 +38,13 @@ from torchinstruments.checks.report import CheckReport, frozen
 from torchinstruments.checks.scale_ledger import ScaleLedger
 from torchinstruments.checks.shared_attempts import SharedAttempts, shared_attempts
 from torchinstruments.checks.stepping import StepSite
-from torchinstruments.checks.targets import checked_model, holder_of, optimizers_of, refuse_strangers
+from torchinstruments.checks.targets import (
+    checked_model,
+    checked_scaler,
+    holder_of,
+    optimizers_of,
+    refuse_strangers,
+)
 from torchinstruments.checks.unseen import (
     UNSEEN_STEP,
     changed_parameters,
@@ -90,7 +96,7 @@ class ChecksSession(Registrars):
         super().__init__(Inventory(checked_model(model)))
         self._model = model
         self._optimizers = optimizers_of(optimizer)
-        self._scaler = scaler
+        self._scaler = checked_scaler(scaler)
         self._clip_norm = None if clip_norm is None else positive_of("clip_norm", clip_norm)
         self._accumulation_steps = (
             None if accumulation_steps is None else cadence_of(accumulation_steps, "accumulation_steps")

@@ -1,18 +1,22 @@
 """What a session is made for: a model, or a mapping of tensors, and optimizers; checked."""
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from torchinstruments.checks.inventory import Inventory
+from torchinstruments.config import Unset
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.observe.sharding import ManagedParameters
+from torchinstruments.ranks.loss_scale import DeclaredScale
 from torchinstruments.ranks.optimizers import unwrapped
 
-__all__ = ["checked_model", "holder_of", "optimizers_of", "refuse_strangers"]
+__all__ = ["checked_model", "checked_scaler", "holder_of", "optimizers_of", "refuse_strangers"]
 
 
 def checked_model(model: object) -> nn.Module | Mapping[str, torch.Tensor]:
@@ -28,6 +32,27 @@ def checked_model(model: object) -> nn.Module | Mapping[str, torch.Tensor]:
     raise ConfigurationError(
         f"model={type(model).__name__} cannot be watched; give a torch.nn.Module, or a mapping from names to "
         f"tensors"
+    )
+
+
+def checked_scaler(scaler: object) -> DeclaredScale:
+    """Returns what scales the loss.
+
+    Raises:
+        ConfigurationError: It is no gradient scaler, no positive number, and not None.
+    """
+    if scaler is None or isinstance(scaler, (Unset, GradScaler)):
+        return scaler
+    if isinstance(scaler, (int, float)) and not isinstance(scaler, bool):
+        try:
+            number = float(scaler)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number) and number > 0:
+            return number
+    raise ConfigurationError(
+        f"scaler={scaler!r} is not possible; give the torch.amp.GradScaler of the training loop, None where "
+        f"nothing scales the loss, a positive number that the loop multiplies it with, or leave it out"
     )
 
 
