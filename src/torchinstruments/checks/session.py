@@ -56,6 +56,7 @@ from torchinstruments.checks.visitor import SiteVisitor
 from torchinstruments.checks.watchdog import Watchdog
 from torchinstruments.config import UNSET, Unset
 from torchinstruments.errors import CheckLifecycleError
+from torchinstruments.observe.observer import observer_of
 from torchinstruments.ranks.loss_scale import DeclaredScale
 from torchinstruments.ranks.optimizers import StepListener
 from torchinstruments.records import AttemptRecord, ClosedAttempt, Outcome, error_text
@@ -113,6 +114,7 @@ class ChecksSession(Registrars):
         self._site: AccumulationSite | None = None
         self._steps: StepSite | None = None
         self._visitor: SiteVisitor | None = None
+        self._is_seen_apart = False
         self._finalizer: weakref.finalize[..., ChecksSession] | None = None
         self._last_visitor: SiteVisitor | None = None
         self._final_report: CheckReport | None = None
@@ -159,6 +161,8 @@ class ChecksSession(Registrars):
         for check in checks:
             check.attached(ground)
         attempts = self._make_attempts(SkipRelay(visitor))
+        # One whose clock the session could not take is none that came later.
+        self._is_seen_apart = self._shared is not None or observer_of(self._holder) is not None
         visitor.look_only_at(self._optimizers)
         site = AccumulationSite(visitor, lambda: attempts.clock.num_forwards, weakly(self, "_report_error"))
         steps = StepSite(visitor)
@@ -443,10 +447,25 @@ class ChecksSession(Registrars):
 
     def _take_closed(self, closed: Sequence[ClosedAttempt]) -> None:
         self._ledger.put(closed)
+        self._say_of_later_observer()
         if self._shared is None or time.monotonic() - self._kept_s < _KEPT_AT_MOST_EVERY_S:
             return
         if sum(self._store.num_findings().values()) != self._num_kept:
             self._keep_report()
+
+    def _say_of_later_observer(self) -> None:
+        """Says once that an observer came after the session, which leaves it no report (training thread)."""
+        if self._is_seen_apart:
+            return
+        observer = observer_of(self._holder)
+        if observer is not None and observer.observing:
+            self._is_seen_apart = True
+            self._notice(
+                "checks",
+                "an observer was attached to a model that has a session of checks already: the session "
+                "counts apart and leaves no report in the observer's folder; attach the observer first, or "
+                "attach the session again",
+            )
 
     def _take_record(self, record: AttemptRecord) -> None:
         for check in self._checks:
