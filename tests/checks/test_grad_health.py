@@ -276,3 +276,14 @@ def test_mistakes_are_one_sentence(options, message):
     """With the value and the way out."""
     with pytest.raises(ConfigurationError, match=message):
         grad_health(options.pop("model", mlp()), **options)
+
+
+def test_a_row_that_is_not_there_is_one_sentence():
+    """With a name that is; and before the block has ended, with that."""
+    model = mlp()
+    with grad_health(model, scaler=None) as health:
+        model(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(KeyError, match="no rows before the block of grad_health has ended"):
+            health.row("0")
+    with pytest.raises(KeyError, match=r"'nope' is no module that was audited; give a name as in .*'0'"):
+        health.row("nope")

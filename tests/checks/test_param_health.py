@@ -370,3 +370,9 @@ def test_mistakes_are_one_sentence(options, message):
     """With the value and the way out."""
     with pytest.raises(ConfigurationError, match=message):
         audited(options.pop("target", mlp()), **options)
+
+
+def test_a_row_that_is_not_there_is_one_sentence():
+    """With names that are."""
+    with pytest.raises(KeyError, match=r"'nope' is no parameter or buffer that was audited; .*weight"):
+        param_health(nn.Linear(2, 2)).row("nope")

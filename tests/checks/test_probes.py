@@ -247,7 +247,11 @@ def test_units_of_a_convolution_are_its_channels():
     assert probe.facts()[0].units_reason == "shape_changed: 3 units, then 5"
     probe = LivenessProbe([module("")], unit_dim=3)
     probed(probe, nn.Identity(), X, X)
-    assert probe.facts()[0].units_reason.startswith("no_such_dimension")
+    assert probe.facts()[0].units_reason == (
+        "no_such_dimension: unit_dim=3, and a tensor here has 2 dimensions"
+    )
+    assert "(no_such_dimension: unit_dim=3, and" in str(probe)
+    assert "not_asked" not in str(probed(LivenessProbe([module("")]), nn.Identity(), X))
 
 
 def test_units_are_looked_at_in_blocks(monkeypatch):

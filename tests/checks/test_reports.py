@@ -9,7 +9,8 @@ from typing_extensions import override
 from checks.training import batch, compiled, mlp, poisoned, train
 from torchinstruments.checks import ChecksSession, CheckViolationError
 from torchinstruments.checks.check import Check
-from torchinstruments.checks.findings import Action, Finding, FindingStore, Severity
+from torchinstruments.checks.findings import Action, Finding, FindingStore, Moment, Severity
+from torchinstruments.checks.report import CheckReport
 
 
 def _finding(severity, code="c", **options):
@@ -129,6 +130,42 @@ def test_a_report_prints_what_matters():
     assert "frozen_param_changed 0.weight" in text
     assert "ran: frozen" in text
     assert "unavailable: grad_magnitude: clipping_censors" in text
+
+
+def test_a_report_prints_a_line_for_what_is_the_same():
+    """How often, from which attempt and step of the caller to which; the gravest first."""
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    session = ChecksSession(model, optimizer, scaler=None)
+    session.register_magnitude_check(vanishing_threshold=1e-9, exploding_threshold=1e-8)
+    session.register_frozen_check(["0.weight", "1.bias"], action="collect")
+    with session:
+        for step in range(30):
+            with session.step(global_step=100 + step):
+                train(model, optimizer, steps=1)
+    lines = str(session.report()).splitlines()
+    found = [line for line in lines if line.startswith("  [")]
+    assert len(found) < 10
+    assert len({line.split(":")[0] for line in found}) == len(found)
+    assert "[critical] frozen_param_changed" in found[0]
+    assert found[0].endswith("(attempt 0, global_step 100)")
+    assert any(line.endswith("(30 times, attempt 0 to 29, global_step 100 to 129)") for line in found)
+    assert "[critical]" not in found[-1]
+
+
+def test_a_report_prints_when_something_was_seen_once_and_what_was_not_kept():
+    """One attempt, no count; findings that were only counted have a line by kind."""
+    store = FindingStore(max_findings=2)
+    for attempt in (3, 4, 4):
+        store.add(_finding(Severity.INFO, names=("a",), moment=Moment(attempt=attempt)))
+    store.add(_finding(Severity.CRITICAL, "nan", names=("b",), moment=Moment(attempt=4, global_step=9)))
+    store.add(_finding(Severity.INFO, "timeless"))
+    counters = {"truncated_findings": store.truncated()}
+    text = str(CheckReport(store.findings(), (), (), {}, {}, {}, counters))
+    assert "  [critical] nan b: message (attempt 4, global_step 9)\n" in text
+    assert "  [info] c a: first: message (2 times, attempt 3 to 4)\n" in text
+    assert "  [info] timeless : message\n" in text
+    assert "  ... and 1 of info/c that were counted and not kept\n" in text
 
 
 def test_a_compiled_model_is_watched():

@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
@@ -192,6 +193,42 @@ def test_what_cannot_be_watched_is_refused_in_one_sentence():
         ChecksSession(cast("nn.Module", 3))
     with pytest.raises(ConfigurationError, match=r"optimizer='adam'"):
         ChecksSession(mlp(), "adam")
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    """A check before its writes would protect nothing; no hook is left."""
+    model, before = mlp(), _num_step_hooks()
+    session = ChecksSession(model, SGD(mlp().parameters(), lr=0.1), scaler=None)
+    session.register_nonfinite_grad_check()
+    with pytest.raises(ConfigurationError, match="optimizer=SGD has no parameter of the model"):
+        session.attach()
+    assert _num_step_hooks() == before
+    assert _num_tensor_hooks(model) == 0
+    assert not session.is_attached
+
+
+def test_each_of_several_optimizers_has_to_be_the_models():
+    """One with a single parameter of it is, one that has no parameters yet may become so."""
+    model, other = mlp(), mlp()
+    part = SGD([*other.parameters(), model[1].bias], lr=0.1)
+    empty = SGD([{"params": []}], lr=0.1)
+    with ChecksSession(model, [part, empty], scaler=None) as session:
+        assert session.is_attached
+    with pytest.raises(ConfigurationError, match="optimizer=SGD has no parameter"):
+        ChecksSession(model, [part, SGD(other.parameters(), lr=0.1)], scaler=None).attach()
+
+
+@pytest.mark.parametrize("given", ["x", 0, True, -1.0, float("nan"), float("inf"), 10**400, GradScaler])
+def test_a_scaler_that_scales_nothing_is_refused(given):
+    """The sentence has what was given, and what may be."""
+    with pytest.raises(ConfigurationError, match=r"scaler=.* is not possible; give the torch.amp.GradScaler"):
+        ChecksSession(mlp(), scaler=given)
+
+
+@pytest.mark.parametrize("given", [8, 8.0])
+def test_a_number_is_a_scale(given):
+    """An integer is one too, and stands in what the report discloses."""
+    assert ChecksSession(mlp(), scaler=given).report().disclosures["scaler_declared"] == 8.0
 
 
 def test_a_report_is_strict_json_and_cannot_be_changed():

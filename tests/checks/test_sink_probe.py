@@ -243,6 +243,8 @@ def test_softmax_in_a_layer_is_an_attention_site():
         ({"attention": ["softmax"]}, "give selectors"),
         ({"attention": [func("a")], "residual": [func("a")]}, "in attention and in residual"),
         ({"attention": [func("a")], "sink_mass": 0}, "give a positive number"),
+        ({"attention": [func("a")], "sink_mass": 3}, "sink_mass=3 is not possible; give a mean probability"),
+        ({"attention": [func("a")], "sink_mass": 1.0}, "between 0 and 1"),
     ],
 )
 def test_mistakes_are_one_sentence(options, message):

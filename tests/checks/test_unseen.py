@@ -10,8 +10,9 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo import config as dynamo_config
 from torch.optim import SGD
 
-from checks.training import batch, mlp, train
+from checks.training import batch, mlp, scaler, train
 from torchinstruments.checks import ChecksSession
+from torchinstruments.checks.findings import CheckWarning
 
 pytestmark = pytest.mark.filterwarnings(
     # torch's own, while compiled autograd makes its inputs fake
@@ -163,10 +164,87 @@ def test_a_compiled_step_is_said_not_to_be_seen(whole: bool):
             compiled()
     report = session.report()
     assert all(torch.allclose(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-    assert report.findings == ()
+    # Two rounds of gradients were cleared: the third backward tells.
+    assert [one.code for one in report.findings] == ([] if whole else ["check_no_step_seen"])
     reasons = {one.check: one.reason for one in report.unavailable}
     assert {"change", "frozen", "nonfinite_param", "update_ratio"} <= reasons.keys()
     started = "never_ran: no backward was seen and no step" if whole else "never_ran: no step"
     assert reasons["change"].startswith(started)
     assert "torch.compile" in reasons["change"]
     assert report.counters["backwards"] == (0 if whole else 3)
+
+
+def _rounds(
+    session: ChecksSession, model: Any, optimizer: SGD, step: Callable[[], object], *, micro_batches: int = 1
+) -> list[str]:
+    """Trains five rounds by a step; returns the codes of what was found after each."""
+    codes = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            model(batch()).square().mean().backward()
+        step()
+        codes.append(",".join(finding.code for finding in session.report().findings))
+    return codes
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_raise_that_no_step_can_reach_is_warned_about_once(micro_batches: int):
+    """After two rounds of gradients, however many backwards make one; the report is no pass."""
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    session = ChecksSession(model, optimizer, scaler=None)
+    session.register_nonfinite_grad_check()
+    step = torch.compile(optimizer.step, backend="eager")
+    with session, pytest.warns(CheckWarning, match="2 rounds of gradients came and no step") as warned:
+        codes = _rounds(session, model, optimizer, step, micro_batches=micro_batches)
+    assert codes == ["", "", *["check_no_step_seen"] * 3]
+    assert len([one for one in warned if issubclass(one.category, CheckWarning)]) == 1
+    (entry,) = session.report().unavailable
+    assert entry.check == "nonfinite_grad"
+    assert entry.reason.startswith("before_the_write_never_ran: no step of the session's optimizers was seen")
+
+
+def test_declared_accumulation_tells_where_no_gradient_is_ever_cleared():
+    """Two rounds of two backwards are over when the fifth ends."""
+    model = mlp()
+    session = ChecksSession(model, scaler=None, accumulation_steps=2)
+    session.register_nonfinite_grad_check(action="collect")
+    found = []
+
+    def one_backward() -> None:
+        model(batch()).square().mean().backward()
+        found.append(len(session.report().findings))
+
+    with session:
+        for _ in range(4):
+            one_backward()
+        with pytest.warns(CheckWarning, match="2 rounds"):
+            one_backward()
+        one_backward()
+    assert found == [0, 0, 0, 0, 1, 1]
+
+
+def test_long_accumulation_and_skipped_steps_are_no_missing_steps():
+    """Twelve backwards before the first step, and a scaler that skips all."""
+    model = mlp()
+    session = ChecksSession(model, scaler=None)
+    session.register_nonfinite_grad_check()
+    with session:
+        train(model, steps=2, micro_batches=12)
+    assert session.report().findings == ()
+    assert session.report().unavailable == ()
+    grad_scaler = scaler()
+    with ChecksSession(model, scaler=grad_scaler) as session_of_scaler:
+        train(model, steps=4, grad_scaler=grad_scaler, overflows=(0, 1, 2, 3))
+    assert session_of_scaler.report().findings == ()
+
+
+def test_a_session_that_only_counts_says_nothing_of_missing_steps():
+    """Without a check nothing is asked for that is not done."""
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    session = ChecksSession(model, scaler=None)
+    with session:
+        codes = _rounds(session, model, optimizer, lambda: None)
+    assert codes == [""] * 5

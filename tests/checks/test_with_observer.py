@@ -186,3 +186,40 @@ def test_an_observer_changes_no_finding_and_the_session_no_row(observed):
     train(plain, steps=3)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_an_observer_that_comes_after_the_session_is_warned_about_once(tmp_path):
+    """Its folder has no report of checks, until the session is attached again."""
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    session = ChecksSession(model, scaler=None)
+    session.register_frozen_check(["0.weight"], action="collect")
+    session.attach()
+    train(model, optimizer)
+    inject_observer(model, output_dir=str(tmp_path / "run"), sampler=AlwaysSampler())
+    with pytest.warns(
+        RuntimeWarning, match="an observer was attached to a model that has a session"
+    ) as warned:
+        train(model, optimizer, steps=4)
+    assert len(warned) == 1
+    session.detach()
+    assert not list((tmp_path / "run").glob("checks-*.json"))
+    with session:
+        train(model, optimizer)
+    remove_observer(model)
+    assert session.report().disclosures["clock"] == "observer"
+    assert len(_document(tmp_path / "run")["sessions"]) == 1
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_named_optimizer_that_never_steps_is_warned_about_at_the_close(tmp_path, recwarn, is_own):
+    """That of another model was named; that of the model says nothing."""
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    named = optimizer if is_own else SGD(mlp().parameters(), lr=0.01)
+    inject_observer(model, output_dir=str(tmp_path / "run"), sampler=AlwaysSampler(), optimizer=named)
+    train(model, optimizer)
+    assert not [one for one in recwarn if "no step of the optimizers" in str(one.message)]
+    remove_observer(model)
+    said = [one for one in recwarn if "no step of the optimizers that were named" in str(one.message)]
+    assert len(said) == (0 if is_own else 1)

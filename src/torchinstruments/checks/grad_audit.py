@@ -163,7 +163,13 @@ class GradHealth:
         for row in self._rows:
             if row.module == module:
                 return row
-        raise KeyError(module)
+        if self._state != "ended":
+            raise KeyError("there are no rows before the block of grad_health has ended; ask after it")
+        shown = ", ".join(repr(row.module) for row in self._rows[:3])
+        raise KeyError(
+            f"{module!r} is no module that was audited; give a name as in model.named_modules(), such as "
+            f"{shown or 'none, for none was'}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns it as plain values that strict JSON can hold."""

@@ -120,7 +120,11 @@ class ParamHealth:
         for row in self.rows:
             if name == row.name or name in row.aliases:
                 return row
-        raise KeyError(name)
+        shown = ", ".join(repr(row.name) for row in self.rows[:3])
+        raise KeyError(
+            f"{name!r} is no parameter or buffer that was audited; give a name as in "
+            f"model.named_parameters(), such as {shown or 'none, for none was'}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns it as plain values that strict JSON can hold."""

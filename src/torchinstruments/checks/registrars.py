@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torchinstruments.checks.change import ChangeCheck
 from torchinstruments.checks.check import Check
-from torchinstruments.checks.findings import EvidenceKind
+from torchinstruments.checks.findings import Action, EvidenceKind
 from torchinstruments.checks.frozen import FrozenCheck
 from torchinstruments.checks.inventory import Inventory
 from torchinstruments.checks.magnitude import MagnitudeCheck
@@ -100,7 +100,8 @@ class Registrars:
             within: Names, aliases or patterns with ``*``; None for every parameter.
             bounds: What ``|after - before| / |before|`` may be, either side None; None judges nothing.
             every: Applied steps of an optimizer between two looks. The copies are kept in between.
-            action: ``raise`` (after the write), ``warn`` (sustained) or ``collect``.
+            action: ``raise`` (after the write), ``warn`` (sustained) or ``collect``; the first two need
+                bounds.
 
         Raises:
             ConfigurationError: An argument is not possible, or a name is not the model's.
@@ -108,7 +109,13 @@ class Registrars:
         """
         names = self._names("within", within)
         band = bounds_of("bounds", bounds)
-        self._register(UpdateRatioCheck(names, band, cadence_of(every), action_of(action)))
+        chosen = action_of(action)
+        if chosen is not Action.COLLECT and band in {None, (None, None)}:
+            raise ConfigurationError(
+                f"action={action!r} needs bounds=, without which nothing is judged; give bounds=(low, high), "
+                f"either of which may be None, or leave the action out to have every ratio in the report"
+            )
+        self._register(UpdateRatioCheck(names, band, cadence_of(every), chosen))
 
     def register_magnitude_check(
         self,

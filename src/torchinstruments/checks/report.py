@@ -1,7 +1,7 @@
 """What a session found, as an immutable record with a plain and a printed form."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -72,11 +72,17 @@ class CheckReport:
             counts[finding.severity] += 1
         found = ", ".join(f"{number} {severity.value}" for severity, number in counts.items())
         lines = [f"CheckReport ({self.finalized_reason}): {found}"]
-        for finding in self.findings[:_MAX_PRINTED]:
-            where = ", ".join(finding.names[:3]) + (", ..." if finding.num_names > 3 else "")
-            lines.append(f"  [{finding.severity.value}] {finding.code} {where}: {finding.message}")
-        if len(self.findings) > _MAX_PRINTED:
-            lines.append(f"  ... and {len(self.findings) - _MAX_PRINTED} more in .findings")
+        groups: dict[tuple[Severity, str, tuple[str, ...], int], list[Finding]] = {}
+        for finding in self.findings:
+            key = finding.severity, finding.code, finding.names, finding.num_names
+            groups.setdefault(key, []).append(finding)
+        kept = list(groups.values())
+        lines += [_line(group) for group in kept[:_MAX_PRINTED]]
+        if len(kept) > _MAX_PRINTED:
+            num_left = sum(len(group) for group in kept[_MAX_PRINTED:])
+            lines.append(f"  ... and {num_left} more in .findings")
+        for kind, number in self.counters.get("truncated_findings", {}).items():
+            lines.append(f"  ... and {number} of {kind} that were counted and not kept")
         lines.append(f"  ran: {', '.join(self.checks_run) or 'no check'}")
         lines += [
             f"  unavailable: {entry.check}: {entry.reason}" for entry in self.unavailable[:_MAX_PRINTED]
@@ -84,6 +90,27 @@ class CheckReport:
         if len(self.unavailable) > _MAX_PRINTED:
             lines.append(f"  ... and {len(self.unavailable) - _MAX_PRINTED} more in .unavailable")
         return "\n".join(lines)
+
+
+def _line(group: Sequence[Finding]) -> str:
+    """Returns a line for findings of one kind and the same names: how many, and from when to when."""
+    first = group[0]
+    where = ", ".join(first.names[:3]) + (", ..." if first.num_names > 3 else "")
+    when = [
+        _span(name, [getattr(finding.moment, name) for finding in group])
+        for name in ("attempt", "global_step")
+    ]
+    facts = ", ".join([*([f"{len(group)} times"] if len(group) > 1 else []), *filter(None, when)])
+    told = f"first: {first.message}" if len(group) > 1 else first.message
+    return f"  [{first.severity.value}] {first.code} {where}: {told}" + (f" ({facts})" if facts else "")
+
+
+def _span(name: str, values: Sequence[int | None]) -> str:
+    """Returns the first and the last of some numbers; nothing where there is none."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    return f"{name} {known[0]}" if known[0] == known[-1] else f"{name} {known[0]} to {known[-1]}"
 
 
 def frozen(value: object) -> object:

@@ -38,12 +38,25 @@ from torchinstruments.checks.report import CheckReport, frozen
 from torchinstruments.checks.scale_ledger import ScaleLedger
 from torchinstruments.checks.shared_attempts import SharedAttempts, shared_attempts
 from torchinstruments.checks.stepping import StepSite
-from torchinstruments.checks.targets import checked_model, holder_of, optimizers_of
-from torchinstruments.checks.unseen import changed_parameters, why_never, without_attempt
+from torchinstruments.checks.targets import (
+    checked_model,
+    checked_scaler,
+    holder_of,
+    optimizers_of,
+    refuse_strangers,
+)
+from torchinstruments.checks.unseen import (
+    UNSEEN_STEP,
+    changed_parameters,
+    never_before_write,
+    why_never,
+    without_attempt,
+)
 from torchinstruments.checks.visitor import SiteVisitor
 from torchinstruments.checks.watchdog import Watchdog
 from torchinstruments.config import UNSET, Unset
 from torchinstruments.errors import CheckLifecycleError
+from torchinstruments.observe.observer import observer_of
 from torchinstruments.ranks.loss_scale import DeclaredScale
 from torchinstruments.ranks.optimizers import StepListener
 from torchinstruments.records import AttemptRecord, ClosedAttempt, Outcome, error_text
@@ -84,7 +97,7 @@ class ChecksSession(Registrars):
         super().__init__(Inventory(checked_model(model)))
         self._model = model
         self._optimizers = optimizers_of(optimizer)
-        self._scaler = scaler
+        self._scaler = checked_scaler(scaler)
         self._clip_norm = None if clip_norm is None else positive_of("clip_norm", clip_norm)
         self._accumulation_steps = (
             None if accumulation_steps is None else cadence_of(accumulation_steps, "accumulation_steps")
@@ -101,6 +114,7 @@ class ChecksSession(Registrars):
         self._site: AccumulationSite | None = None
         self._steps: StepSite | None = None
         self._visitor: SiteVisitor | None = None
+        self._is_seen_apart = False
         self._finalizer: weakref.finalize[..., ChecksSession] | None = None
         self._last_visitor: SiteVisitor | None = None
         self._final_report: CheckReport | None = None
@@ -122,7 +136,8 @@ class ChecksSession(Registrars):
 
         Raises:
             CheckLifecycleError: The session is attached.
-            ConfigurationError: A check names what the model does not have.
+            ConfigurationError: A check names what the model does not have, or an optimizer that was given has
+                no parameter of the model.
         """
         if self._visitor is not None:
             raise CheckLifecycleError("this session is attached already; call detach() first")
@@ -130,15 +145,24 @@ class ChecksSession(Registrars):
             self._is_disabled_by_environment = True
             return self
         self._inventory = Inventory(self._model)
+        refuse_strangers(self._optimizers, self._inventory, self._holder)
         # The ledger goes last: it takes what other checks have asked for.
         checks = (*self._checks, self._clip)
         visitor = SiteVisitor(
-            self._inventory, checks, self._store, self._watchdog, self._violated, self._report_error
+            self._inventory,
+            checks,
+            self._store,
+            self._watchdog,
+            self._violated,
+            self._report_error,
+            self._accumulation_steps,
         )
         ground = Ground(self._inventory, visitor.emit, self._store.add_unavailable, self._clip_norm)
         for check in checks:
             check.attached(ground)
         attempts = self._make_attempts(SkipRelay(visitor))
+        # One whose clock the session could not take is none that came later.
+        self._is_seen_apart = self._shared is not None or observer_of(self._holder) is not None
         visitor.look_only_at(self._optimizers)
         site = AccumulationSite(visitor, lambda: attempts.clock.num_forwards, weakly(self, "_report_error"))
         steps = StepSite(visitor)
@@ -327,6 +351,8 @@ class ChecksSession(Registrars):
         for check in self._checks:
             if not check.has_run:
                 store.add_unavailable(check.name, self._why_never())
+        for name in never_before_write(self._checks, visitor):
+            store.add_unavailable(name, UNSEEN_STEP)
         if self._clip_norm is not None and not any(check.name == "grad_magnitude" for check in self._checks):
             store.add_unavailable(
                 "grad_magnitude",
@@ -421,10 +447,25 @@ class ChecksSession(Registrars):
 
     def _take_closed(self, closed: Sequence[ClosedAttempt]) -> None:
         self._ledger.put(closed)
+        self._say_of_later_observer()
         if self._shared is None or time.monotonic() - self._kept_s < _KEPT_AT_MOST_EVERY_S:
             return
         if sum(self._store.num_findings().values()) != self._num_kept:
             self._keep_report()
+
+    def _say_of_later_observer(self) -> None:
+        """Says once that an observer came after the session, which leaves it no report (training thread)."""
+        if self._is_seen_apart:
+            return
+        observer = observer_of(self._holder)
+        if observer is not None and observer.observing:
+            self._is_seen_apart = True
+            self._notice(
+                "checks",
+                "an observer was attached to a model that has a session of checks already: the session "
+                "counts apart and leaves no report in the observer's folder; attach the observer first, or "
+                "attach the session again",
+            )
 
     def _take_record(self, record: AttemptRecord) -> None:
         for check in self._checks:

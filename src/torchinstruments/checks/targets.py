@@ -1,15 +1,22 @@
 """What a session is made for: a model, or a mapping of tensors, and optimizers; checked."""
 
-from collections.abc import Mapping
+import math
+import sys
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from torchinstruments.checks.inventory import Inventory
+from torchinstruments.config import Unset
 from torchinstruments.errors import ConfigurationError
+from torchinstruments.observe.sharding import ManagedParameters
+from torchinstruments.ranks.loss_scale import DeclaredScale
 from torchinstruments.ranks.optimizers import unwrapped
 
-__all__ = ["checked_model", "holder_of", "optimizers_of"]
+__all__ = ["checked_model", "checked_scaler", "holder_of", "optimizers_of", "refuse_strangers"]
 
 
 def checked_model(model: object) -> nn.Module | Mapping[str, torch.Tensor]:
@@ -25,6 +32,27 @@ def checked_model(model: object) -> nn.Module | Mapping[str, torch.Tensor]:
     raise ConfigurationError(
         f"model={type(model).__name__} cannot be watched; give a torch.nn.Module, or a mapping from names to "
         f"tensors"
+    )
+
+
+def checked_scaler(scaler: object) -> DeclaredScale:
+    """Returns what scales the loss.
+
+    Raises:
+        ConfigurationError: It is no gradient scaler, no positive number, and not None.
+    """
+    if scaler is None or isinstance(scaler, (Unset, GradScaler)):
+        return scaler
+    if isinstance(scaler, (int, float)) and not isinstance(scaler, bool):
+        try:
+            number = float(scaler)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number) and number > 0:
+            return number
+    raise ConfigurationError(
+        f"scaler={scaler!r} is not possible; give the torch.amp.GradScaler of the training loop, None where "
+        f"nothing scales the loss, a positive number that the loop multiplies it with, or leave it out"
     )
 
 
@@ -47,9 +75,39 @@ def optimizers_of(optimizer: object) -> tuple[Optimizer, ...] | None:
     return tuple(chosen)
 
 
+def refuse_strangers(optimizers: Sequence[Optimizer] | None, inventory: Inventory, model: nn.Module) -> None:
+    """Refuses optimizers that have parameters and none of the model's: their steps say nothing of it.
+
+    Args:
+        optimizers: As they were given; None for every one of the model.
+        inventory: What the model has now.
+        model: The model. While a sharded one has its parameters gathered, it does not show its optimizer's.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
+    for optimizer in optimizers or ():
+        own = [tensor for group in optimizer.param_groups for tensor in group.get("params", ())]
+        if not own or any(inventory.index_of(tensor) is not None for tensor in own):
+            continue
+        if _is_flattened(model) or not ManagedParameters.of(model).sharded.isdisjoint(map(id, own)):
+            continue
+        raise ConfigurationError(
+            f"optimizer={type(optimizer).__name__} has no parameter of the model, so that its steps say "
+            f"nothing of it; give the optimizer that steps this model, made after everything that replaces "
+            f"parameters, or leave it out to watch every optimizer of the model"
+        )
+
+
 def holder_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     """Returns a module that has the tensors of a mapping, to be asked whether an optimizer has one."""
     holder = nn.Module()
     for name, tensor in tensors.items():
         holder._parameters[name] = tensor  # type: ignore[assignment]  # noqa: SLF001 - may be no Parameter
     return holder
+
+
+def _is_flattened(model: nn.Module) -> bool:
+    """Returns whether `FullyShardedDataParallel` exchanges parameters of the model as it runs."""
+    wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    return wrapper is not None and any(isinstance(module, wrapper) for module in model.modules())

@@ -7,12 +7,15 @@ import torch
 from torch import nn
 
 from torchinstruments.checks.accumulation import AccumulationSite
+from torchinstruments.checks.check import Check
 from torchinstruments.checks.inventory import PARAMETER, Inventory
 from torchinstruments.checks.visitor import SiteVisitor
 
-__all__ = ["changed_parameters", "why_never", "without_attempt"]
+__all__ = ["UNSEEN_STEP", "changed_parameters", "never_before_write", "why_never", "without_attempt"]
 
 _IN_COMPILED = "what torch.compile runs inside a compiled function is not seen"
+UNSEEN_STEP = f"before_the_write_never_ran: no step of the session's optimizers was seen; {_IN_COMPILED}"
+"""Why a check that has looked at backwards protects no weight."""
 
 
 def changed_parameters(
@@ -67,6 +70,19 @@ def why_never(site: AccumulationSite | None, visitor: SiteVisitor | None) -> str
             return f"never_ran: no backward was seen and no step of the session's optimizers; {_IN_COMPILED}"
         return f"never_ran: no step of the session's optimizers was seen; {_IN_COMPILED}"
     return "never_ran: nothing came that it looks at"
+
+
+def never_before_write(checks: Sequence[Check], visitor: SiteVisitor | None) -> Sequence[str]:
+    """Returns the names of checks that looked at backwards and never at what was about to be written.
+
+    Args:
+        checks: Of the session.
+        visitor: Counts visits; None where the session was never attached.
+    """
+    if visitor is None or visitor.num_visits["before_write"] or not visitor.num_visits["backward_ended"]:
+        return ()
+    looks = [one for one in checks if one.has_run and type(one).before_write is not Check.before_write]
+    return tuple(dict.fromkeys(one.name for one in looks))
 
 
 def without_attempt(num_forwards: int, num_accepted: int) -> Sequence[tuple[str, str]]:

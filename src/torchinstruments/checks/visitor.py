@@ -30,6 +30,7 @@ from torchinstruments.checks.findings import (
 from torchinstruments.checks.inventory import Inventory
 from torchinstruments.checks.measures import norms, scope_of, sort_out
 from torchinstruments.checks.reading import Reading
+from torchinstruments.checks.unstepped import Unstepped
 from torchinstruments.checks.watchdog import Trip, Watchdog
 from torchinstruments.errors import CheckViolationError
 from torchinstruments.observe.engine import is_capturing_graph
@@ -54,6 +55,7 @@ class SiteVisitor:
         watchdog: Is told of backwards and of what becomes of steps.
         violated: Told of what will be raised, before it is; returns the report for the exception.
         on_error: Takes probe and exception of this package's own code.
+        accumulation_steps: Backwards that make one step, where the caller declared them.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class SiteVisitor:
         watchdog: Watchdog,
         violated: Callable[[Finding], dict[str, object]],
         on_error: Callable[[str, BaseException], None],
+        accumulation_steps: int | None = None,
     ) -> None:
         self.enabled = True
         """Whether sites are visited."""
@@ -85,6 +88,10 @@ class SiteVisitor:
         self._before = _overriding(checks, "before_write")
         self._after = _overriding(checks, "after_write")
         self._failures: Counter[str] = Counter()
+        self._unstepped = Unstepped(inventory.entries, accumulation_steps)
+        self._of_steps = [check for check in (*self._before, *self._after) if not check.is_passive]
+        if not self._of_steps:
+            self._unstepped.step_seen()
         self._waiting: list[tuple[Check, Judge]] = []
         self._to_raise: list[Finding] = []
         self._look: StepLook | None = None
@@ -140,6 +147,7 @@ class SiteVisitor:
         attempts.backward_ended()
         if self.enabled:
             self._speak(self._watchdog.backward())
+            self._say_unstepped(self._unstepped.backward_ended(fired))
         if not self.enabled or not self._after_backward:
             return
         with self._visit("backward_ended") as runs:
@@ -181,6 +189,7 @@ class SiteVisitor:
         if attempts is None or site is None:
             return
         site.forget_unfinished()
+        self._unstepped.step_seen()
         self._look = None
         self._is_unlooked = not (
             self._before or self._after or getattr(optimizer, "found_inf", None) is not None
@@ -221,6 +230,7 @@ class SiteVisitor:
 
     def step_skipped(self) -> None:
         """Takes that the loss scaler skipped a step; it never raises (training thread, hot path)."""
+        self._unstepped.step_seen()
         if self.enabled:
             self._speak(self._watchdog.skipped())
             self.settle()
@@ -255,6 +265,27 @@ class SiteVisitor:
                 evidence=EvidenceKind.LEDGER,
                 remedy="look at the scale ledger of the report: under a loss scale that falls without end "
                 "every gradient overflows",
+            )
+        )
+
+    def _say_unstepped(self, num_rounds: int | None) -> None:
+        """Says that gradients come and no step does, so that the looks around a write never happen."""
+        if num_rounds is None or self._attempts is None:
+            return
+        names = ", ".join(dict.fromkeys(check.name for check in self._of_steps))
+        self.emit(
+            Finding(
+                check="watchdog",
+                code="check_no_step_seen",
+                severity=Severity.WARNING,
+                action=Action.WARN,
+                message=f"{num_rounds} rounds of gradients came and no step of the session's optimizers was "
+                f"seen: nothing is looked at before or after a write ({names})",
+                values={"num_rounds": num_rounds},
+                moment=self._moment(self._attempts, None),
+                evidence=EvidenceKind.COUNTING_HOOK,
+                remedy="give as optimizer= the one that steps this model, and leave its step out of what "
+                "torch.compile compiles, whose inside is not seen",
             )
         )
 

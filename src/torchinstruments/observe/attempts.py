@@ -194,6 +194,7 @@ class AttemptFeed:
     def tell_what_was_lost(self) -> None:
         """Tells of steps that have no row, or came without a forward (training thread, at the end)."""
         self._bypass.steps_passed(self._clock.num_steps_without_forward)
+        self._tell_missing_steps()
         if dropped := self._clock.num_dropped_steps:
             sentence = f"{dropped} steps in one attempt were more than are kept"
             self._faults.report("optimizer", "", OverflowError(sentence))
@@ -202,6 +203,15 @@ class AttemptFeed:
                 "outside",
                 f"{number} {'step' if number == 1 else 'steps'} of optimizers came after a block of "
                 f"Observer.step and before the next forward, and have no row; step them inside the block",
+            )
+
+    def _tell_missing_steps(self) -> None:
+        if self._clock.lacks_declared_steps:
+            self.notice(
+                "declared_optimizer",
+                "backwards came and no step of the optimizers that were named was seen, so that no row of "
+                "the steps table says what became of an attempt; give as optimizer= the one that steps this "
+                "model, outside of what torch.compile compiles, or leave it out",
             )
 
     def notice(self, kind: str, sentence: str) -> None:

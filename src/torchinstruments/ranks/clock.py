@@ -104,6 +104,8 @@ class StepClock:
         self._told_after_s = told_after_s
         self._is_declared = declared_optimizer
         self._optimizer_known = declared_optimizer
+        self._has_backward = False
+        self._has_step = False
         self._device = device
         self._timer = PhaseTimer(keeps_spans=device is not None)
         self._window: Window | None = None
@@ -121,6 +123,11 @@ class StepClock:
         """Steps after a boundary while no window was open, which belong to no attempt and have no record."""
         self.num_steps_without_forward = 0
         """Further steps of an optimizer in windows that are over and no block: no forward came in between."""
+
+    @property
+    def lacks_declared_steps(self) -> bool:
+        """Whether optimizers were named and none has stepped, though a backward was seen."""
+        return self._is_declared and self._has_backward and not self._has_step
 
     @property
     def num_forwards(self) -> int:
@@ -334,6 +341,7 @@ class StepClock:
         Args:
             now_s: Monotonic seconds.
         """
+        self._has_backward = True
         window = self._window
         if window is not None:
             # In a boundary without a forward it may have begun at once: the gap is over where it was entered.
@@ -348,7 +356,7 @@ class StepClock:
             now_s: Monotonic seconds.
             in_backward: Whether a backward runs around it, so that it goes on after the step.
         """
-        self._optimizer_known = True
+        self._optimizer_known = self._has_step = True
         if self._running is not None:
             self._running.nested.append(optimizer_key)
             return
@@ -427,7 +435,7 @@ class StepClock:
             found_inf: What the scaler found, where it is known on the host.
             amendment: Brings what only the device knows of it.
         """
-        self._optimizer_known = True
+        self._optimizer_known = self._has_step = True
         self._drop_aborted_step(now_s)
         judgement = Judgement(outcome, evidence, found_inf, amendment)
         if self._running is not None:
@@ -606,7 +614,7 @@ class StepClock:
         for prepared in window.prepared:
             if not prepared.is_over and len(window.steps) < MAX_STEPS_IN_WINDOW:
                 prepared.is_over = True
-                self._optimizer_known = True
+                self._optimizer_known = self._has_step = True
                 judgement = Judgement(Outcome.ABANDONED, Evidence.NONE, None, prepared.amendment)
                 step = Step(prepared.key, *self._ordinals.next_attempt(prepared.key), judgement)
                 step.lr = prepared.lr

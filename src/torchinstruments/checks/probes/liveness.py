@@ -71,6 +71,9 @@ class LivenessFacts:
         return {one.name: plain(getattr(self, one.name)) for one in fields(self)}
 
 
+_NOT_ASKED = "not_asked"
+
+
 class _LivenessSite:
     """One site of a liveness probe."""
 
@@ -81,7 +84,7 @@ class _LivenessSite:
         self._last: torch.Tensor | None = None
         self._max_abs: torch.Tensor | None = None
         self.was_nonzero: torch.Tensor | None = None
-        self.units_reason = "" if unit_dim is not None else "not_asked: give unit_dim="
+        self.units_reason = "" if unit_dim is not None else f"{_NOT_ASKED}: give unit_dim="
         self.num_seen = 0
         self.num_values = 0
         self.num_last = 0
@@ -125,7 +128,8 @@ class _LivenessSite:
         assert self._unit_dim is not None
         if not -tensor.ndim <= self._unit_dim < tensor.ndim:
             self.units_reason = (
-                f"no_such_dimension: a tensor of {tensor.ndim} dimensions has no {self._unit_dim}"
+                f"no_such_dimension: unit_dim={self._unit_dim}, "
+                f"and a tensor here has {tensor.ndim} dimensions"
             )
             return
         unit_dim = self._unit_dim % tensor.ndim
@@ -202,11 +206,11 @@ class LivenessProbe(Probe[_LivenessSite]):
         """Returns a summary for people."""
         lines = [f"LivenessProbe: {self.num_forwards} watched forwards"]
         for one in self.facts()[:20]:
-            units = (
-                ""
-                if one.num_units is None
-                else f", {one.num_units_zero_in_all} of {one.num_units} units zero in all"
-            )
+            units = ""
+            if one.num_units is not None:
+                units = f", {one.num_units_zero_in_all} of {one.num_units} units zero in all"
+            elif not one.units_reason.startswith(_NOT_ASKED):
+                units = f", units not told ({one.units_reason})"
             nonfinite = f", {one.num_nonfinite} nonfinite" if one.num_nonfinite else ""
             lines.append(f"  {one.site}: {one.zero_fraction:.1%} zero{nonfinite}{units}")
         lines += [f"  {entry.reason}: {', '.join(entry.names[:3])}" for entry in self.unavailable[:10]]

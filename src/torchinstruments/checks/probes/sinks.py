@@ -201,7 +201,7 @@ class SinkProbe(Probe[_SinkSite]):
     Args:
         attention: Selectors of attention probabilities, of shape (batch, heads, queries, keys).
         residual: Selectors of the residual stream, features last.
-        sink_mass: Mean probability above which a key is a sink.
+        sink_mass: Mean probability, below 1, above which a key is a sink.
         uniform_factor: And so many times what even attention would give it.
         outlier_factor: Mean magnitude from which a dimension is an outlier, in units of the median's.
 
@@ -223,6 +223,11 @@ class SinkProbe(Probe[_SinkSite]):
         kinds = _kinds(attention, residual)
         self._kinds = kinds
         self._sink_mass = positive_of("sink_mass", sink_mass)
+        if self._sink_mass >= 1:
+            raise ConfigurationError(
+                f"sink_mass={sink_mass!r} is not possible; give a mean probability between 0 and 1, such as "
+                f"{SINK_MASS}"
+            )
         self._uniform_factor = positive_of("uniform_factor", uniform_factor)
         self._outlier_factor = positive_of("outlier_factor", outlier_factor)
         super().__init__(tuple(kinds))
