@@ -1,7 +1,7 @@
 """The ``torchinstruments`` command: one module a subcommand, loaded when it is called.
 
-Exit codes: 0 complete, 1 done but something is missing or set aside, 2 could not, 3 a condition of
-``compare`` was met, 130 interrupted by the user, 143 ended by SIGTERM. With ``--json`` standard output
+Exit codes: 0 complete, 1 done but something is missing or set aside, 2 could not, 3 a limit of
+``compare`` did not hold, 130 interrupted by the user, 143 ended by SIGTERM. With ``--json`` standard output
 carries one JSON document and nothing else. A mistake of the user gets one sentence.
 """
 
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="torchinstruments",
         description="Reads what the ranks of a training job left, in a local folder or an object store.",
         epilog="exit codes: 0 complete, 1 done but something is missing or set aside, 2 could not, "
-        "3 a condition of compare was met",
+        "3 a limit of compare (--max-change) did not hold",
     )
     parser.add_argument("--version", action="version", version=f"torchinstruments {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
