@@ -104,17 +104,19 @@ def test_the_answers_come_first(tmp_path: Path, capsys: pytest.CaptureFixture[st
         row = {"sample_id": 3, "attempt": 3, "value": float(rank == 1)}
         run.history(rank, [row | nonfinite], process_of(rank), 1)
     assert main(["merge", run.url]) == 0
-    head = capsys.readouterr().out.splitlines()[1:6]
+    head = capsys.readouterr().out.splitlines()[1:7]
     assert [line[:15].strip() for line in head] == [
         "same steps",
+        "outcomes",
         "replicas",
         "nonfinite",
         "late",
         "NOT SYNCED",
     ]
-    same_steps, replicas, nonfinite, late, unsynchronised = (line[15:] for line in head)
+    same_steps, outcomes, replicas, nonfinite, late, unsynchronised = (line[15:] for line in head)
     assert same_steps.startswith("NO, 1 of 20 attempts differ, first in generation 0, attempt 7: ")
     assert same_steps.endswith("outcome skipped on rank 2, applied on ranks 0-1")
+    assert outcomes == "optimizer steps: 20 applied on each of ranks 0-1; 19 applied, 1 skipped on rank 2"
     assert replicas.startswith(
         "DIFFER, first in generation 0, attempt 4: fc.weight 0000000000000002 on rank 2"
     )
@@ -125,6 +127,34 @@ def test_the_answers_come_first(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert late.endswith("; ranks 0,2 wait")
     assert unsynchronised.startswith("5 steps applied to gradients that were not synchronised")
     assert unsynchronised.endswith("first in generation 0, attempt 15, rank 0")
+
+
+@pytest.mark.parametrize(
+    ("skipped", "abandoned", "line"),
+    [
+        ([1, 1], [0, 0], "optimizer steps: 3 applied, 1 skipped on each of ranks 0-1"),
+        ([0], [1], "optimizer steps: 3 applied, 1 abandoned on rank 0"),
+        (
+            [0, 3, 2, 1, 3],
+            [1, 1, 1, 1, 1],
+            "optimizer steps by rank: 0 (rank 1) to 3 (rank 0) applied, 0 (rank 0) to 3 (rank 1) skipped, "
+            + "1 abandoned on each",
+        ),
+    ],
+)
+def test_skipped_and_abandoned_steps_are_counted_by_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], skipped: list[int], abandoned: list[int], line: str
+) -> None:
+    """Where all ranks skipped the same steps it says that they skipped; no count is a sum over ranks."""
+    run = whole_run(tmp_path / "run", len(skipped))
+    for rank, (of_skipped, of_abandoned) in enumerate(zip(skipped, abandoned, strict=True)):
+        run.manifest(rank, process_of(rank))
+        outcomes = ["skipped"] * of_skipped + ["abandoned"] * of_abandoned
+        outcomes += ["applied"] * (4 - len(outcomes))
+        steps = [{"attempt": i, "outcome": outcome} for i, outcome in enumerate(outcomes)]
+        run.steps(rank, steps, process_of(rank))
+    assert main(["merge", run.url]) == 0
+    assert f"  outcomes     {line}" in capsys.readouterr().out.splitlines()
 
 
 def test_what_is_not_known_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
