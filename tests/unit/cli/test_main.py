@@ -137,8 +137,10 @@ def test_the_answers_come_first(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (
             [0, 3, 2, 1, 3],
             [1, 1, 1, 1, 1],
-            "optimizer steps by rank: 0 (rank 1) to 3 (rank 0) applied, 0 (rank 0) to 3 (rank 1) skipped, "
-            + "1 abandoned on each",
+            (
+                "optimizer steps by rank: 0 (rank 1) to 3 (rank 0) applied, "
+                "0 (rank 0) to 3 (rank 1) skipped, 1 abandoned on each"
+            ),
         ),
     ],
 )
