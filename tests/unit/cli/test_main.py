@@ -366,7 +366,7 @@ def test_status_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["status", run.url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "run run-a: 2 ranks, 1 generation"
-    headings = "rank status host as of last stored its age measured rows stored in spool dropped errors"
+    headings = "rank status host as of last sample id its age measured rows stored in spool dropped errors"
     assert " ".join(lines[1].split()) == headings
     assert lines[-1].split() == [
         *("1", "running", "host-a", "3", "min", "ago", "41", "5", "min", "42", "3,000", "20", "0", "3")
@@ -493,10 +493,40 @@ def test_a_folder_without_a_run_may_be_early(
     assert "or the job has not attached yet" in complaint(capsys, command, str(tmp_path))
 
 
-def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
-    """Output into a program that stops reading ends without a traceback."""
-    run = whole_run(tmp_path / "run")
-    command = f"{sys.executable} -m torchinstruments merge --json {run.url} | true"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert "Traceback" not in done.stderr
-    assert "BrokenPipe" not in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("merge {whole}", 0),
+        ("merge --json {whole}", 0),
+        ("merge {partial}", 1),
+        ("status {whole}", 0),
+        ("compare {whole} {whole} --json", 0),
+        ("compare {whole} {other} --max-change mean=0.1", 3),
+        ("merge {whole}/nowhere", 2),
+        ("--help", 0),
+    ],
+)
+def test_a_closed_pipe_changes_nothing(merged_runs: dict[str, str], arguments: str, code: int) -> None:
+    """Into a program that reads nothing, on both streams, a command does its work and has its exit code."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as pipe:
+        command = [sys.executable, "-m", "torchinstruments", *arguments.format(**merged_runs).split()]
+        quiet = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False)
+        assert "Traceback" not in quiet.stderr
+        assert "BrokenPipe" not in quiet.stderr
+        assert quiet.returncode == code
+        assert subprocess.run(command, stdout=pipe, stderr=pipe, check=False).returncode == code
+
+
+@pytest.fixture(scope="module")
+def merged_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two merged runs that differ, and one of which a rank is missing."""
+    root = tmp_path_factory.mktemp("merged")
+    whole, other, partial = (whole_run(root / name) for name in ("whole", "other", "partial"))
+    other.history(1, [{"sample_id": one, "value": 100.0} for one in range(4)], process_of(1))
+    for path in sorted((partial.root / "rank-001").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    for run in (whole, other):
+        assert main(["merge", run.url]) == 0
+    return {"whole": whole.url, "other": other.url, "partial": partial.url}
