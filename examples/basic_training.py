@@ -4,6 +4,7 @@ python examples/basic_training.py --output-dir /tmp/basic
 """
 
 import argparse
+import os
 
 import torch
 from torch import nn
@@ -36,7 +37,11 @@ def train(model: nn.Module, *, num_steps: int, generator: torch.Generator) -> fl
 def main() -> None:
     """Trains once, observed, and prints where the telemetry lies."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--output-dir", default="runs/basic", help="folder or URL (default: %(default)s)")
+    parser.add_argument(
+        "--output-dir",
+        default=os.environ.get("OUTPUT_DIR", "runs/basic"),
+        help="folder or URL for the telemetry (default: the variable OUTPUT_DIR, else runs/basic)",
+    )
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps (default: %(default)s)")
     options = parser.parse_args()
 

@@ -28,6 +28,15 @@ from ddp_language_model import (
 from torchinstruments import inject_observer, remove_observer
 
 
+class ShardedCharacterModel(CharacterModel):
+    """The model of the other example, with logits in float32 for the loss."""
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """Returns the logits of the character after each position."""
+        # Those of the head are a view of what it computed, and no module that is sharded may return one.
+        return super().forward(text).to(torch.float32, copy=True)
+
+
 def shard(model: CharacterModel) -> FSDPModule:
     """Shards a model in place, each block by itself and the rest with the root, and returns it."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -41,7 +50,7 @@ def shard(model: CharacterModel) -> FSDPModule:
 def train(options: argparse.Namespace, place: Place) -> None:
     """Trains for ``--steps`` optimizer steps; rank 0 prints the loss of its part of the text."""
     torch.manual_seed(options.seed)  # the same on all ranks, so that the shards are those of one model
-    model = CharacterModel(options.context).to(place.device)
+    model = ShardedCharacterModel(options.context).to(place.device)
     sharded = shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = batches(
@@ -62,7 +71,7 @@ def train(options: argparse.Namespace, place: Place) -> None:
                 inputs, targets = next(data)
                 sharded.set_requires_gradient_sync(micro_batch == options.micro_batches - 1)
                 logits = model(inputs)
-                loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+                loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
                 (loss / options.micro_batches).backward()
                 losses.append(loss.detach())
             optimizer.step()

@@ -9,7 +9,7 @@ done
 
 script="$project/examples/${EXAMPLE:-ddp_language_model}.py"
 if [[ ! -f $script ]]; then
-    echo "$0: there is no $script; set EXAMPLE to ddp_language_model or fsdp_language_model" >&2
+    echo "$0: there is no $script; set EXAMPLE to ddp_language_model, fsdp_language_model or basic_training" >&2
     exit 2
 fi
 
@@ -25,6 +25,12 @@ else
 fi
 
 say_where() {
+    case $(echo ${TORCHINSTRUMENTS_DISABLED:-0} | tr '[:upper:]' '[:lower:]') in
+        1 | true | yes | on)
+            echo "telemetry is off:   TORCHINSTRUMENTS_DISABLED=$TORCHINSTRUMENTS_DISABLED"
+            return
+            ;;
+    esac
     echo "telemetry goes to:  $OUTPUT_DIR"
     printf 'compare the ranks:  torchinstruments merge %q\n' "$OUTPUT_DIR"
 }

@@ -239,6 +239,7 @@ class Sharded:
 
     url: str
     said: str
+    warned: str
 
     def open(self) -> Run:
         """Returns the run as a reader opens it."""
@@ -260,7 +261,12 @@ def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         NPROC=variables["NPROC"],
         PORT=variables["PORT"],
     )
-    return Sharded(str(folder / "telemetry of a run"), done.stdout)
+    return Sharded(str(folder / "telemetry of a run"), done.stdout, done.stderr)
+
+
+def test_the_sharded_example_gives_torch_nothing_to_warn_of(sharded: Sharded) -> None:
+    """No module that is sharded returns a view, which could end in wrong gradients."""
+    assert "UserWarning" not in sharded.warned
 
 
 def test_the_sharded_example_counts_one_reduction_a_step(sharded: Sharded) -> None:
@@ -325,6 +331,38 @@ def test_local_launch_without_torchrun_uses_the_given_python(tmp_path: Path) -> 
     )
     assert "--sample-every-steps" in done.stdout
     assert "telemetry goes to:  runs/" in done.stdout
+
+
+def test_every_example_takes_the_folder_that_the_launch_names(tmp_path: Path) -> None:
+    """The example of one process writes where the launch script said, and nowhere else."""
+    done = run(
+        *(PROJECT / "launch" / "local.sh", "--steps", "10"),
+        cwd=tmp_path,
+        EXAMPLE="basic_training",
+        OUTPUT_DIR="named",
+        NPROC="1",
+    )
+    assert "telemetry goes to:  named" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["named"]
+    assert open_run(str(tmp_path / "named")).samples().collect().height == 1
+
+
+@pytest.mark.parametrize("script", ["local.sh", "two_nodes_local.sh"])
+def test_a_launch_with_telemetry_off_names_no_folder(tmp_path: Path, script: str) -> None:
+    """Nothing will lie there, so that the launch says that telemetry is off in place of where it goes."""
+    done = run(
+        *(PROJECT / "launch" / script, "--help"),
+        cwd=tmp_path,
+        EXAMPLE="basic_training",
+        OUTPUT_DIR="named",
+        NPROC="1",
+        PORT=free_port(),
+        TORCHINSTRUMENTS_DISABLED=" True",
+    )
+    assert "telemetry is off:   TORCHINSTRUMENTS_DISABLED= True" in done.stdout
+    assert "telemetry goes to" not in done.stdout
+    assert "torchinstruments merge" not in done.stdout
+    assert not list(tmp_path.iterdir())
 
 
 def test_local_launch_fails_where_its_script_fails(tmp_path: Path) -> None:

@@ -191,6 +191,27 @@ def test_shards_of_other_worlds_are_not_compared(tmp_path: Path) -> None:
     assert document["largest_changes"] == []
 
 
+@pytest.mark.parametrize("measure", ["latest", "recent_window"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_one_run_did_not_measure_has_the_reason_of_the_missing_value(
+    tmp_path: Path, measure: str, world_size: int
+) -> None:
+    """A layer inside a compiled region has no scope, which is no other part of a tensor; either way round."""
+    missing = {"value": None, "scope": "unknown"}
+    layers = {"fc": "inside_compiled", "out": "reducer_error: ValueError: no"}
+    a = written(tmp_path / "a", [{"fc": [1.0], "out": [1.0], "part": [1.0]}] * 2)
+    rows: dict[str, Any] = {
+        name: [missing | {"unavailable_reason": reason}] for name, reason in layers.items()
+    }
+    rows["part"] = [{"value": 1.0, "scope": "local_shard"}]
+    b = written(tmp_path / "b", [rows] * world_size)
+    for pair in ((a, b), (b, a)):
+        document = compared(*pair, measure=measure)
+        expected = {"inside_compiled": 1, "reducer_error": 1, "scope_differs": 1}
+        assert document["series"]["not_compared"] == expected
+        assert document["lost_values"] == document["gained_values"] == []
+
+
 def test_gradients_at_another_loss_scale_are_not_compared(tmp_path: Path) -> None:
     """They are stored as observed; outputs, and fractions of a gradient, do not depend on the scale."""
 

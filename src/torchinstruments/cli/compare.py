@@ -204,10 +204,11 @@ def _condition_text(condition: _Record) -> str:
     largest = condition["largest_change"]
     tail = "" if largest is None else f", the largest {_number(largest):.4g}"
     if not condition["met"]:
-        return f"{text}not met, {compared}{tail}"
+        return f"{text}held, {compared}{tail}"
     parts = [f"{beyond:,} of {compared} beyond"] if beyond else []
     parts += [f"{count_text(lost, 'series', 'series')} lost the value"] if lost else []
-    return f"{text}MET, {' and '.join(parts)}{tail}"
+    verdict = "EXCEEDED" if beyond else "NOT HELD"
+    return f"{text}{verdict}, {' and '.join(parts)}{tail}"
 
 
 def _print_largest(result: _Record, file: TextIO, *, is_by_rank: bool) -> None:

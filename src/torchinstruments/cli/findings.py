@@ -9,6 +9,10 @@ __all__ = ["finding_lines"]
 _Record = Mapping[str, object]
 
 _MAX_CODES = 5
+_MAX_COUNTS = 3
+"""With more different counts of outcomes than this between ranks only their range is printed."""
+
+_OUTCOMES = ("applied", "skipped", "abandoned", "unknown")
 _SPOKEN_OF = ("critical", "warning")
 
 _NOT_JUDGED = {
@@ -27,6 +31,7 @@ def finding_lines(result: _Record) -> list[tuple[str, str]]:
     """Returns name and text of each line, from ``result.json`` (the merge command)."""
     return [
         ("same steps", _steps_text(_record(result["steps"]))),
+        *_outcomes_lines(_record(result["steps"])),
         ("replicas", _replicas_text(_record(result["replicas"]))),
         ("nonfinite", _nonfinite_text(_record(result["first_nonfinite"]))),
         *_checks_lines(_record(result["findings"])),
@@ -55,6 +60,41 @@ def _steps_text(steps: _Record) -> str:
         without = first["ranks_without_row"]
         text += f"; {incomplete:,} not on all ranks, first {_moment(first)}, without ranks {without}"
     return text
+
+
+def _outcomes_lines(steps: _Record) -> list[tuple[str, str]]:
+    """Returns what became of the optimizers' steps; ranks that counted the same stand together."""
+    ranks = [_record(one) for one in _list(steps["ranks"])]
+    if not ranks:
+        return []
+    counted: dict[tuple[int, ...], list[int]] = {}
+    for one in ranks:
+        counts = tuple(_integer(one[name]) for name in _OUTCOMES)
+        counted.setdefault(counts, []).append(_integer(one["rank"]))
+    if len(counted) > _MAX_COUNTS:
+        ranges = (_range_text(name, ranks) for name in _OUTCOMES)
+        return [("outcomes", f"optimizer steps by rank: {', '.join(text for text in ranges if text)}")]
+    groups = "; ".join(_counts_text(counts, held) for counts, held in counted.items())
+    return [("outcomes", f"optimizer steps: {groups}")]
+
+
+def _counts_text(counts: Sequence[int], ranks: Sequence[int]) -> str:
+    """Says how many steps ended how, of each of these ranks; no count is a sum over ranks."""
+    from torchinstruments.merge.rank_sets import ranks_text
+
+    shown = [f"{number:,} {name}" for name, number in zip(_OUTCOMES, counts, strict=True) if number]
+    of = f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {ranks_text(ranks)}"
+    return f"{', '.join(shown) or 'none'} on {of}"
+
+
+def _range_text(name: str, ranks: Sequence[_Record]) -> str:
+    """Names the lowest and the highest count of ranks, each with the first rank that has it."""
+    counts = [(_integer(one[name]), _integer(one["rank"])) for one in ranks]
+    low = min(counts)
+    high = max(counts, key=lambda one: (one[0], -one[1]))
+    if low[0] == high[0]:
+        return f"{low[0]:,} {name} on each" if low[0] else ""
+    return f"{low[0]:,} (rank {low[1]}) to {high[0]:,} (rank {high[1]}) {name}"
 
 
 def _replicas_text(replicas: _Record) -> str:

@@ -1,18 +1,18 @@
 """The ``torchinstruments`` command: one module a subcommand, loaded when it is called.
 
-Exit codes: 0 complete, 1 done but something is missing or set aside, 2 could not, 3 a condition of
-``compare`` was met, 130 interrupted by the user, 143 ended by SIGTERM. With ``--json`` standard output
+Exit codes: 0 complete, 1 done but something is missing or set aside, 2 could not, 3 a limit of
+``compare`` did not hold, 130 interrupted by the user, 143 ended by SIGTERM. With ``--json`` standard output
 carries one JSON document and nothing else. A mistake of the user gets one sentence.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
 from torchinstruments._version import __version__
 from torchinstruments.cli import compare, doctor, merge, status, upload
 from torchinstruments.cli.console import shown_text
+from torchinstruments.cli.pipes import closed_pipes_are_quiet
 from torchinstruments.cli.termination import TERMINATED, Terminated, raised_when_terminated
 from torchinstruments.errors import TorchInstrumentsError
 
@@ -33,6 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name, else those of this process.
     """
+    with closed_pipes_are_quiet():
+        return _exit_code(argv)
+
+
+def _exit_code(argv: Sequence[str] | None) -> int:
     try:
         arguments = _parser().parse_args(argv)
     except SystemExit as stop:  # how argparse ends after --help, --version and its own complaints
@@ -40,15 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with raised_when_terminated():
             code = arguments.run(arguments)
-            sys.stdout.flush()
     except Terminated:
         return TERMINATED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read standard output has seen enough; nothing may be written to it at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return COULD_NOT
     except (TorchInstrumentsError, OSError) as error:
         print(f"torchinstruments: {_sentence(error)}", file=sys.stderr)
         return COULD_NOT
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="torchinstruments",
         description="Reads what the ranks of a training job left, in a local folder or an object store.",
         epilog="exit codes: 0 complete, 1 done but something is missing or set aside, 2 could not, "
-        "3 a condition of compare was met",
+        "3 a limit of compare (--max-change) did not hold",
     )
     parser.add_argument("--version", action="version", version=f"torchinstruments {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -22,7 +22,7 @@ _HEADINGS = (
     "status",
     "host",
     "as of",
-    "last stored",
+    "last sample id",
     "its age",
     "measured",
     "rows stored",
@@ -111,8 +111,9 @@ COMMAND = Command(
     summary="list the ranks of a run: last sample and its age, rows, drops, status",
     description="Lists the ranks of a run by what their manifests say. A job rewrites them at most once a "
     "minute and at least every 5 minutes; 'as of' is the age of each. 'measured' and 'errors' are what a "
-    "process had counted by then, 'last stored', 'its age' and 'rows stored' what of it was durable; ages "
-    "are by this host's clock. Reads no measurement, so it is quick, and works while the job runs.",
+    "process had counted by then, 'last sample id' (they count from 0), 'its age' and 'rows stored' what of "
+    "it was durable; ages are by this host's clock. Reads no measurement, so it is quick, and works while "
+    "the job runs.",
     add_arguments=add_place_arguments,
     run=_run,
 )

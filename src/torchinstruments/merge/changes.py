@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torchinstruments.merge.merged_run import MergedRun
-from torchinstruments.records import Signal
+from torchinstruments.records import Scope, Signal
 from torchinstruments.store.schema import KEY_COLUMNS
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FOLDED_RANKS",
+    "LATEST_REASON",
     "MEASURES",
     "SIDES",
     "TEXTS",
@@ -52,6 +53,9 @@ FOLDED_RANKS = 16
 SCOPE_DIFFERS = "scope_differs"
 """Why a series is not compared: the numbers of the two runs do not cover the same tensor."""
 
+LATEST_REASON = "latest_unavailable_reason"
+"""Column of ``summary.parquet``: why the latest row has no value."""
+
 LOSS_SCALE_DIFFERS = "loss_scale_differs"
 """Why a gradient is not compared: it was multiplied with another loss scale in the other run."""
 
@@ -61,8 +65,9 @@ _WITHOUT_SCALE = ("zero_fraction", "finite_fraction", "nonfinite_fraction")
 
 def summary_columns(measure: str) -> list[str]:
     """Returns the columns of ``summary.parquet`` that a measure needs."""
-    extra = ["latest_sample_id", "loss_scale_lowest", "loss_scale_highest"]
-    return [*KEY_COLUMNS, *MEASURES[measure], *(f"latest_{name}" for name in TEXTS), *extra]
+    extra = [LATEST_REASON, "latest_sample_id", "loss_scale_lowest", "loss_scale_highest"]
+    names = [*KEY_COLUMNS, *MEASURES[measure], *(f"latest_{name}" for name in TEXTS), *extra]
+    return list(dict.fromkeys(names))
 
 
 def of_rank(a: MergedRun, b: MergedRun, rank: int, measure: str) -> "pl.DataFrame":
@@ -81,21 +86,27 @@ def of_rank(a: MergedRun, b: MergedRun, rank: int, measure: str) -> "pl.DataFram
         names["latest_sample_id"] = f"sample_id_{side}"
         names |= {f"latest_{name}": f"{name}_{side}" for name in TEXTS}
         names |= {f"loss_scale_{end}": f"loss_scale_{end}_{side}" for end in ("lowest", "highest")}
-        frame = run.rows(rank, summary_columns(measure)).rename(names)
+        frame = run.rows(rank, summary_columns(measure))
+        frame = frame.with_columns(pl.col(LATEST_REASON).alias(f"missing_{side}"))
+        frame = frame.rename(names).drop(LATEST_REASON, strict=False)
         sides.append(frame.with_columns(pl.lit(value=True).alias(f"has_{side}")))
     joined = sides[0].join(sides[1], on=list(KEY_COLUMNS), how="full", coalesce=True)
     joined = joined.with_columns(
         pl.lit(rank, pl.Int64).alias("rank"),
         *(pl.col(f"has_{side}").fill_null(value=False) for side in SIDES),
-    ).with_columns(reason_against().alias("not_compared"))
+    ).with_columns(reason_against(SIDES).alias("not_compared"))
+    joined = joined.drop(f"missing_{side}" for side in SIDES)
     compared = pl.col("not_compared") == ""
     return joined.with_columns(pl.when(compared).then(change_between("a", "b")).alias("change"))
 
 
-def reason_against(otherwise: "pl.Expr | None" = None) -> "pl.Expr":
+def reason_against(values: tuple[str, str], otherwise: "pl.Expr | None" = None) -> "pl.Expr":
     """Returns why the two sides of a row may not be held beside each other, ``""`` where they may.
 
+    Where one side was not measured, its tensor has no scope; the reason is then that of the missing value.
+
     Args:
+        values: Columns of the two sides' values.
         otherwise: The reason where nothing here speaks against it.
     """
     import polars as pl
@@ -107,9 +118,15 @@ def reason_against(otherwise: "pl.Expr | None" = None) -> "pl.Expr":
         for end in ("lowest", "highest")
     )
     is_in_both = pl.col("has_a") & pl.col("has_b")
+    not_measured = [
+        pl.when(pl.col(value).is_null() & (pl.col(f"scope_{side}") == Scope.UNKNOWN.value))
+        .then(pl.col(f"missing_{side}").str.split(":").list.first())
+        .replace("", None)
+        for value, side in zip(values[::-1], SIDES[::-1], strict=True)
+    ]
     return (
         pl.when(is_in_both & other_scope)
-        .then(pl.lit(SCOPE_DIFFERS))
+        .then(pl.coalesce(*not_measured, pl.lit(SCOPE_DIFFERS)))
         .when(is_in_both & is_scaled & other_scale)
         .then(pl.lit(LOSS_SCALE_DIFFERS))
         .otherwise(pl.lit("") if otherwise is None else otherwise)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torchinstruments.merge.changes import (
     FOLDED_RANKS,
+    LATEST_REASON,
     MEASURES,
     SIDES,
     TEXTS,
@@ -50,7 +51,8 @@ def changes_by_range(a: MergedRun, b: MergedRun, measure: str) -> "pl.DataFrame"
     not_whole = (
         pl.when(is_part & pl.col("has_a") & pl.col("has_b")).then(pl.lit(NOT_WHOLE)).otherwise(pl.lit(""))
     )
-    joined = joined.with_columns(reason_against(not_whole).alias("not_compared"))
+    joined = joined.with_columns(reason_against(("lowest_a", "lowest_b"), not_whole).alias("not_compared"))
+    joined = joined.drop(f"missing_{side}" for side in SIDES)
     compared = pl.col("not_compared") == ""
     joined = joined.with_columns(
         pl.when(compared).then(change_between(f"{end}_a", f"{end}_b")).alias(f"change_of_{end}")
@@ -77,6 +79,7 @@ def _range(run: MergedRun, measure: str, side: str) -> "pl.DataFrame":
                 pl.lit(rank, pl.Int64).alias("highest_rank"),
                 pl.col(value).is_not_null().cast(pl.Int64).alias("num_ranks"),
                 pl.col(reason).alias("reason"),
+                pl.col(LATEST_REASON).alias("missing"),
                 *(pl.concat_list(f"latest_{name}").alias(name) for name in TEXTS),
                 "loss_scale_lowest",
                 "loss_scale_highest",
@@ -108,7 +111,7 @@ def _folded(frames: "list[pl.DataFrame]") -> "pl.DataFrame":
             *at("lowest", descending=False),
             *at("highest", descending=True),
             pl.col("num_ranks").sum(),
-            pl.col("reason").filter(pl.col("reason") != "").min().fill_null(""),
+            *(pl.col(name).filter(pl.col(name) != "").min().fill_null("") for name in ("reason", "missing")),
             *(pl.col(name).list.explode().unique() for name in TEXTS),
             pl.col("loss_scale_lowest").min(),
             pl.col("loss_scale_highest").max(),

@@ -42,14 +42,14 @@ def test_without_a_condition_a_change_is_no_failure(
 @pytest.mark.parametrize(
     ("limit", "code", "line"),
     [
-        ("mean=0.5", 0, "mean by at most 0.5: not met, 1 series, the largest 0.5"),
-        ("mean=0.49", 3, "mean by at most 0.49: MET, 1 of 1 series beyond, the largest 0.5"),
+        ("mean=0.5", 0, "mean by at most 0.5: held, 1 series, the largest 0.5"),
+        ("mean=0.49", 3, "mean by at most 0.49: EXCEEDED, 1 of 1 series beyond, the largest 0.5"),
     ],
 )
 def test_a_condition_decides_the_exit_code(
     runs: tuple[RunFolder, RunFolder], capsys: pytest.CaptureFixture[str], limit: str, code: int, line: str
 ) -> None:
-    """3 where it is met; the line says by how much."""
+    """3 where the limit did not hold, and the line says so and by how much."""
     assert main(["compare", runs[0].url, runs[1].url, "--max-change", limit]) == code
     assert f"  condition    {line}" in capsys.readouterr().out.splitlines()
 
@@ -114,7 +114,7 @@ def test_layers_and_values_that_came_and_went(tmp_path: Path, capsys: pytest.Cap
     out = capsys.readouterr().out
     assert "  added        1 layer: [red]new[/]\\x1b[31m\\n" in out
     assert "  lost values  1 series, first fc output mean on rank 0" in out
-    assert "  condition    mean by at most 1: MET, 1 series lost the value" in out
+    assert "  condition    mean by at most 1: NOT HELD, 1 series lost the value" in out
     assert "  only in B    1 series" in out
 
 

@@ -104,17 +104,19 @@ def test_the_answers_come_first(tmp_path: Path, capsys: pytest.CaptureFixture[st
         row = {"sample_id": 3, "attempt": 3, "value": float(rank == 1)}
         run.history(rank, [row | nonfinite], process_of(rank), 1)
     assert main(["merge", run.url]) == 0
-    head = capsys.readouterr().out.splitlines()[1:6]
+    head = capsys.readouterr().out.splitlines()[1:7]
     assert [line[:15].strip() for line in head] == [
         "same steps",
+        "outcomes",
         "replicas",
         "nonfinite",
         "late",
         "NOT SYNCED",
     ]
-    same_steps, replicas, nonfinite, late, unsynchronised = (line[15:] for line in head)
+    same_steps, outcomes, replicas, nonfinite, late, unsynchronised = (line[15:] for line in head)
     assert same_steps.startswith("NO, 1 of 20 attempts differ, first in generation 0, attempt 7: ")
     assert same_steps.endswith("outcome skipped on rank 2, applied on ranks 0-1")
+    assert outcomes == "optimizer steps: 20 applied on each of ranks 0-1; 19 applied, 1 skipped on rank 2"
     assert replicas.startswith(
         "DIFFER, first in generation 0, attempt 4: fc.weight 0000000000000002 on rank 2"
     )
@@ -125,6 +127,36 @@ def test_the_answers_come_first(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert late.endswith("; ranks 0,2 wait")
     assert unsynchronised.startswith("5 steps applied to gradients that were not synchronised")
     assert unsynchronised.endswith("first in generation 0, attempt 15, rank 0")
+
+
+@pytest.mark.parametrize(
+    ("skipped", "abandoned", "line"),
+    [
+        ([1, 1], [0, 0], "optimizer steps: 3 applied, 1 skipped on each of ranks 0-1"),
+        ([0], [1], "optimizer steps: 3 applied, 1 abandoned on rank 0"),
+        (
+            [0, 3, 2, 1, 3],
+            [1, 1, 1, 1, 1],
+            (
+                "optimizer steps by rank: 0 (rank 1) to 3 (rank 0) applied, "
+                "0 (rank 0) to 3 (rank 1) skipped, 1 abandoned on each"
+            ),
+        ),
+    ],
+)
+def test_skipped_and_abandoned_steps_are_counted_by_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], skipped: list[int], abandoned: list[int], line: str
+) -> None:
+    """Where all ranks skipped the same steps it says that they skipped; no count is a sum over ranks."""
+    run = whole_run(tmp_path / "run", len(skipped))
+    for rank, (of_skipped, of_abandoned) in enumerate(zip(skipped, abandoned, strict=True)):
+        run.manifest(rank, process_of(rank))
+        outcomes = ["skipped"] * of_skipped + ["abandoned"] * of_abandoned
+        outcomes += ["applied"] * (4 - len(outcomes))
+        steps = [{"attempt": i, "outcome": outcome} for i, outcome in enumerate(outcomes)]
+        run.steps(rank, steps, process_of(rank))
+    assert main(["merge", run.url]) == 0
+    assert f"  outcomes     {line}" in capsys.readouterr().out.splitlines()
 
 
 def test_what_is_not_known_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,7 +366,7 @@ def test_status_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["status", run.url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "run run-a: 2 ranks, 1 generation"
-    headings = "rank status host as of last stored its age measured rows stored in spool dropped errors"
+    headings = "rank status host as of last sample id its age measured rows stored in spool dropped errors"
     assert " ".join(lines[1].split()) == headings
     assert lines[-1].split() == [
         *("1", "running", "host-a", "3", "min", "ago", "41", "5", "min", "42", "3,000", "20", "0", "3")
@@ -461,13 +493,43 @@ def test_a_folder_without_a_run_may_be_early(
     assert "or the job has not attached yet" in complaint(capsys, command, str(tmp_path))
 
 
-def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
-    """Output into a program that stops reading ends without a traceback."""
-    run = whole_run(tmp_path / "run")
-    command = f"{sys.executable} -m torchinstruments merge --json {run.url} | true"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert "Traceback" not in done.stderr
-    assert "BrokenPipe" not in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("merge {whole}", 0),
+        ("merge --json {whole}", 0),
+        ("merge {partial}", 1),
+        ("status {whole}", 0),
+        ("compare {whole} {whole} --json", 0),
+        ("compare {whole} {other} --max-change mean=0.1", 3),
+        ("merge {whole}/nowhere", 2),
+        ("--help", 0),
+    ],
+)
+def test_a_closed_pipe_changes_nothing(merged_runs: dict[str, str], arguments: str, code: int) -> None:
+    """Into a program that reads nothing, on both streams, a command does its work and has its exit code."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as pipe:
+        command = [sys.executable, "-m", "torchinstruments", *arguments.format(**merged_runs).split()]
+        quiet = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False)
+        assert "Traceback" not in quiet.stderr
+        assert "BrokenPipe" not in quiet.stderr
+        assert quiet.returncode == code
+        assert subprocess.run(command, stdout=pipe, stderr=pipe, check=False).returncode == code
+
+
+@pytest.fixture(scope="module")
+def merged_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two merged runs that differ, and one of which a rank is missing."""
+    root = tmp_path_factory.mktemp("merged")
+    whole, other, partial = (whole_run(root / name) for name in ("whole", "other", "partial"))
+    other.history(1, [{"sample_id": one, "value": 100.0} for one in range(4)], process_of(1))
+    for path in sorted((partial.root / "rank-001").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    for run in (whole, other):
+        assert main(["merge", run.url]) == 0
+    return {"whole": whole.url, "other": other.url, "partial": partial.url}
 
 
 def test_status_says_where_rows_lie_and_how_to_get_them(
