@@ -52,6 +52,21 @@ def test_merge_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert out.splitlines()[-1].split() == ["fc", "output", "1", "3", "66.7%"]
 
 
+def test_merge_names_the_one_rank_that_is_off_among_equal_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the others hold the same, the line has the rank, its value and theirs."""
+    run = whole_run(tmp_path / "run", 4)
+    for rank in range(4):
+        value = 1000.0 if rank == 2 else 1.0
+        run.history(rank, [{"sample_id": 1, "attempt": 1, "value": value}], process_of(rank), 1)
+    assert main(["merge", run.url]) == 0
+    assert (
+        "  furthest     rank 2, in generation 0, attempt 1, forward 0: fc output mean 1000, "
+        "where half of the ranks or more hold 1"
+    ) in capsys.readouterr().out.splitlines()
+
+
 def test_merge_names_ranks_that_no_leader_answered(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
