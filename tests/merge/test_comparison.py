@@ -642,6 +642,36 @@ def test_parts_give_the_numbers_of_the_whole_tensor(tmp_path: Path, num_rows: in
     assert (combined["rms"]["num_parts"], combined["rms"]["attempt"]) == (2, 1)
 
 
+@pytest.mark.parametrize("cells_of_stretch", [1, 40, comparison_plan.MAX_BLOCK_CELLS])
+def test_parts_are_combined_at_the_latest_forward_that_has_all(
+    cells_of_stretch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later forwards without a part, with unequal replicas or without a norm hide nothing, however cut."""
+    monkeypatch.setattr(comparison_plan, "MAX_BLOCK_CELLS", cells_of_stretch)
+    weights = [np.arange(1.0, 13.0).reshape(4, 3) + attempt for attempt in range(7)]
+    weights[4][3, 2] = math.inf
+    rows: dict[int, list[Row]] = {rank: [] for rank in range(4)}
+    for rank in rows:
+        for attempt, weight in enumerate(weights):
+            if attempt < 5 or rank == 0 or (attempt == 5 and rank in {2, 3}):
+                unequal = 0.25 if (attempt, rank) == (5, 2) else 0.0
+                rows[rank] += shard_rows(rank, weight + unequal, attempt)
+    combined = shard_run(tmp_path / "run", rows)
+    found = {name: one and (one["attempt"], one["value"]) for name, one in combined.items()}
+    assert math.isclose(found["rms"][1], np.linalg.norm(weights[3]), rel_tol=1e-14)
+    assert {name: one and one[0] for name, one in found.items()} == {
+        "min": 4,
+        "max": 4,
+        "mean": None,
+        "std": None,
+        "rms": 3,
+        "nonfinite_fraction": 5,
+        "zero_fraction": 5,
+    }
+    assert found["nonfinite_fraction"][1] == 0.0
+    assert (found["min"], found["max"]) == ((4, 5.0), (4, 15.0))
+
+
 def test_nothing_is_combined_that_is_not_exact(tmp_path: Path) -> None:
     """Without all parts, with replicas that differ, or with nonfinite entries there is no such number."""
     weight = np.arange(1.0, 13.0).reshape(4, 3)
