@@ -307,19 +307,21 @@ def test_every_cell_matches_the_reference(
 
 
 def test_the_widest_cell_of_each_series_stands_in_the_result(holes: Holes) -> None:
-    """Of each series the cell with the most median deviations is named, and of all series the widest."""
+    """Of each series the widest cell is named, and of all series the widest, by the documented order."""
     result: Any = merge_run(holes.run.url).result
     by_series: dict[tuple[Any, ...], list[Row]] = {}
     names = ("layer", "call_index", "signal", "stage", "tensor_path", "metric")
     for row in compared(gathered(holes.rows)[0]):
         by_series.setdefault(tuple(row[name] for name in names), []).append(row)
 
-    def width(row: Row) -> tuple[bool, float]:
+    def width(row: Row) -> tuple[int, float]:
         if row["furthest_mads"] is not None:
-            return (True, row["furthest_mads"])
-        if row["furthest_value"] is not None:
-            return (False, abs(row["furthest_value"] - row["median_of_ranks"]))
-        return (False, row["highest_value"] - row["lowest_value"])
+            return (2, row["furthest_mads"])
+        value, median = row["furthest_value"], row["median_of_ranks"]
+        if value is not None:
+            relative = abs(value - median) / max(abs(value), abs(median))
+            return (3 if relative >= 1e-6 else 1, relative)
+        return (0, row["highest_value"] - row["lowest_value"])
 
     best = {key: max(rows, key=width) for key, rows in by_series.items()}
     seen = 0
@@ -339,10 +341,92 @@ def test_the_widest_cell_of_each_series_stands_in_the_result(holes: Holes) -> No
                 zero = sum(one["unavailable_reason"] == "mad_is_zero" for one in by_series[key])
                 assert across["cells_where_mad_is_zero"] == zero
     assert seen == len(best)
-    with_mads = [key for key, row in best.items() if row["furthest_mads"] is not None]
-    with_mads.sort(key=lambda key: (-best[key]["furthest_mads"], key))
+    named = sorted(key for key, row in best.items() if row["furthest_rank"] is not None)
+    named.sort(key=lambda key: width(best[key]), reverse=True)
+    assert 0 < len(named) <= 20
     widest = result["comparison"]["widest"]
-    assert widest == [dict(zip(names, key, strict=True)) | record_of(best[key]) for key in with_mads[:20]]
+    assert widest == [dict(zip(names, key, strict=True)) | record_of(best[key]) for key in named]
+
+
+def lone_run(root: Path, rows: Iterable[tuple[int, str, Sequence[float]]]) -> RunFolder:
+    """Writes a run from attempt, layer and the value of each of eight ranks."""
+    run = whole_run(root, 8, num_samples=3)
+    for rank in range(8):
+        own = [
+            {"sample_id": i, "attempt": i, "layer": layer, "value": values[rank]}
+            for i, layer, values in sorted(rows, key=lambda row: row[:2])
+        ]
+        run.history(rank, own, process_of(rank))
+    return run
+
+
+NOISE = [1.0 + 1e-7 * rank for rank in range(7)]
+
+
+@pytest.mark.parametrize("cells_of_stretch", [1, comparison_plan.MAX_BLOCK_CELLS])
+def test_one_rank_off_among_equal_ones_comes_first(
+    cells_of_stretch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes before any number of median deviations, a difference of rounding behind, in series and list."""
+    monkeypatch.setattr(comparison_plan, "MAX_BLOCK_CELLS", cells_of_stretch)
+    equal = [1.0] * 7
+    rows = [
+        (0, "lone", [*NOISE, 2.0]),
+        (1, "lone", [*equal, 1000.0]),
+        (2, "lone", [*equal, 500.0]),
+        (0, "rounding", [*equal, 1.0 + 2**-52]),
+        (1, "rounding_then_noise", [*equal, 1.0 + 2**-52]),
+        (2, "rounding_then_noise", [*NOISE, 1.5]),
+        (0, "overflow", [*(-1e308 + rank * 1e306 for rank in range(7)), 1.7e308]),
+        (1, "equal", [1.0] * 8),
+    ]
+    run = lone_run(tmp_path / "run", rows)
+    merged = merge_run(run.url)
+    found = [(one.layer, one.attempt, one.rank, one.value, one.unavailable_reason) for one in merged.widest]
+    assert found == [
+        ("overflow", 0, 7, 1.7e308, "overflow"),
+        ("lone", 1, 7, 1000.0, "mad_is_zero"),
+        ("rounding_then_noise", 2, 7, 1.5, ""),
+        ("rounding", 0, 7, 1.0 + 2**-52, "mad_is_zero"),
+    ]
+    assert [one.mads is None for one in merged.widest] == [True, True, False, True]
+    assert "widest: overflow output mean, rank 7: 1.7e+308, too far from the median -9.7e+307" in repr(merged)
+    layers: Any = merged.result["layers"]
+    furthest = {
+        layer["layer"]: tensor["statistics"][0]["across_ranks"]["furthest"]
+        for layer in layers
+        for tensor in layer["tensors"]
+    }
+    for one in merged.widest:
+        assert (furthest[one.layer]["attempt"], furthest[one.layer]["rank"]) == (one.attempt, one.rank)
+    html: str = merged._repr_html_()
+    assert html.count("<td>mad_is_zero</td>") == 2
+
+
+def test_ranks_off_among_equal_ones_leave_places_to_median_deviations(tmp_path: Path) -> None:
+    """Of twenty places ten stay for series with a number of median deviations, where there are as many."""
+    clear = [(0, f"clear{i:02}", [*[1.0] * 7, 2.0 + i]) for i in range(25)]
+    noisy = [(0, f"noisy{i:02}", [*NOISE, 2.0 + i]) for i in range(12)]
+    layers = [one.layer for one in merge_run(lone_run(tmp_path / "run", clear + noisy).url).widest]
+    assert layers == [
+        *(f"clear{i:02}" for i in range(24, 14, -1)),
+        *(f"noisy{i:02}" for i in range(11, 1, -1)),
+    ]
+    layers = [one.layer for one in merge_run(lone_run(tmp_path / "other", clear + noisy[:3]).url).widest]
+    assert layers == [*(f"clear{i:02}" for i in range(24, 7, -1)), "noisy02", "noisy01", "noisy00"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1000.0, "1000, where half of the ranks or more hold 1"),
+        (1.00001, "1.00001, where half of the ranks or more hold 1.0"),
+    ],
+)
+def test_the_headline_says_what_the_lone_rank_holds(tmp_path: Path, value: float, text: str) -> None:
+    """Value and what the others hold stand in the digest, with digits that tell them apart."""
+    merged = merge_run(lone_run(tmp_path / "run", [(1, "fc", [*[1.0] * 3, value, *[1.0] * 4])]).url)
+    assert f"widest: fc output mean, rank 3: {text}, at generation 0, attempt 1" in repr(merged)
 
 
 def record_of(row: Row) -> Row:
@@ -556,6 +640,36 @@ def test_parts_give_the_numbers_of_the_whole_tensor(tmp_path: Path, num_rows: in
     assert math.isclose(combined["zero_fraction"]["value"], (weight == 0).mean(), rel_tol=1e-14)
     assert math.isclose(combined["rms"]["value"], np.linalg.norm(weight), rel_tol=1e-14)
     assert (combined["rms"]["num_parts"], combined["rms"]["attempt"]) == (2, 1)
+
+
+@pytest.mark.parametrize("cells_of_stretch", [1, 40, comparison_plan.MAX_BLOCK_CELLS])
+def test_parts_are_combined_at_the_latest_forward_that_has_all(
+    cells_of_stretch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later forwards without a part, with unequal replicas or without a norm hide nothing, however cut."""
+    monkeypatch.setattr(comparison_plan, "MAX_BLOCK_CELLS", cells_of_stretch)
+    weights = [np.arange(1.0, 13.0).reshape(4, 3) + attempt for attempt in range(7)]
+    weights[4][3, 2] = math.inf
+    rows: dict[int, list[Row]] = {rank: [] for rank in range(4)}
+    for rank in rows:
+        for attempt, weight in enumerate(weights):
+            if attempt < 5 or rank == 0 or (attempt == 5 and rank in {2, 3}):
+                unequal = 0.25 if (attempt, rank) == (5, 2) else 0.0
+                rows[rank] += shard_rows(rank, weight + unequal, attempt)
+    combined = shard_run(tmp_path / "run", rows)
+    found = {name: one and (one["attempt"], one["value"]) for name, one in combined.items()}
+    assert math.isclose(found["rms"][1], np.linalg.norm(weights[3]), rel_tol=1e-14)
+    assert {name: one and one[0] for name, one in found.items()} == {
+        "min": 4,
+        "max": 4,
+        "mean": None,
+        "std": None,
+        "rms": 3,
+        "nonfinite_fraction": 5,
+        "zero_fraction": 5,
+    }
+    assert found["nonfinite_fraction"][1] == 0.0
+    assert (found["min"], found["max"]) == ((4, 5.0), (4, 15.0))
 
 
 def test_nothing_is_combined_that_is_not_exact(tmp_path: Path) -> None:

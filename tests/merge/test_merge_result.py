@@ -41,7 +41,8 @@ def merged(tmp_path: Path) -> MergeResult:
             }
             for i in range(4)
         ]
-        bad = {"sample_id": 4, "attempt": 4, "metric": "nonfinite_fraction", "value": float(rank == 3) / 4}
+        bad: dict[str, Any] = {"sample_id": 4, "attempt": 4, "layer": NAME, "metric": "nonfinite_fraction"}
+        bad["value"] = float(rank == 3) / 4
         run.history(rank, [*rows, bad], process)
     moved = Finding("frozen", "frozen_param_changed", Severity.CRITICAL, Action.RAISE, "seen", ("fc.weight",))
     for rank in (0, 2):
@@ -72,7 +73,9 @@ def test_typed_answers(merged: MergeResult) -> None:
     nonfinite = merged.first_nonfinite
     assert nonfinite is not None
     assert (nonfinite.rank, nonfinite.attempt, nonfinite.nonfinite_fraction) == (3, 4, 0.25)
-    widest = merged.widest[0]
+    alone, widest = merged.widest
+    assert (alone.metric, alone.rank, alone.value, alone.attempt) == ("nonfinite_fraction", 3, 0.25, 4)
+    assert (alone.median_of_ranks, alone.mads, alone.unavailable_reason) == (0.0, None, "mad_is_zero")
     assert (widest.layer, widest.rank, widest.value, widest.attempt) == (NAME, 2, 50.0, 3)
     assert (widest.median_of_ranks, widest.mad_of_ranks, widest.mads) == (0.5, 0.5, 99.0)
     (found,) = merged.check_findings
@@ -111,8 +114,8 @@ def test_repr_has_five_lines(merged: MergeResult) -> None:
         "  steps: DIFFER, first at generation 0, attempt 5: outcome skipped on 1, applied on 0,2-3; "
         "replicas DIFFER, first at generation 0, attempt 2: fc.weight"
     )
-    assert lines[3] == (
-        "  first nonfinite: ranks 3 at generation 0, attempt 4, forward 0, forward: fc output"
+    assert lines[3].startswith(
+        "  first nonfinite: ranks 3 at generation 0, attempt 4, forward 0, forward: a<script>"
     )
     assert lines[4].startswith("  widest: a<script>")
     assert all(line.isprintable() and len(line) < 300 for line in lines)

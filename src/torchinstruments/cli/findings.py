@@ -148,6 +148,8 @@ def _late_text(own_work: _Record) -> str:
 
 
 def _furthest_text(comparison: _Record) -> str:
+    from torchinstruments.merge.digest import distance_text
+
     widest = _list(comparison["widest"])
     if not widest:
         if not _integer(comparison["cells"]):
@@ -156,10 +158,10 @@ def _furthest_text(comparison: _Record) -> str:
     one = _record(widest[0])
     layer = str(one["layer"]) or "(root)"
     what = f"{layer} {one['signal']} {one['stage']}".rstrip()
-    text = (
-        f"rank {one['rank']}, {_moment(one)}: {what} {one['metric']} {_number(one['value']):.4g}, "
-        f"{_number(one['mads']):.3g} median deviations from {_number(one['median_of_ranks']):.4g}"
-    )
+    mads = None if one["mads"] is None else _number(one["mads"])
+    reason = str(one["unavailable_reason"])
+    distance = distance_text(_number(one["value"]), _number(one["median_of_ranks"]), mads, reason)
+    text = f"rank {one['rank']}, {_moment(one)}: {what} {one['metric']} {distance}"
     return f"{text}; ranks differ in {one['differs_in']}" if one["differs_in"] else text
 
 

@@ -18,7 +18,6 @@ __all__ = ["COMMAND"]
 
 _MAX_NAMED_FILES = 10
 _NUM_WIDEST = 5
-_MAX_RANK_COLUMNS = 8
 _WIDEST_METRIC = "std"
 """Statistic of the table of widest layers; where a run has none, its first one."""
 
@@ -168,7 +167,7 @@ def _alignment_lines(alignment: _Record) -> list[tuple[str, str]]:
 
 
 def _print_widest(merged: "MergeResult", file: TextIO) -> None:
-    """Prints the tensors whose latest value differs most between ranks, relative to its size."""
+    """Prints the tensors whose ranks lie furthest apart at one forward, relative to the size of the value."""
     run = _record(merged.result["run"])
     statistics = _texts(run["statistics"])
     metric = _WIDEST_METRIC if _WIDEST_METRIC in statistics else next(iter(statistics), _WIDEST_METRIC)
@@ -176,35 +175,33 @@ def _print_widest(merged: "MergeResult", file: TextIO) -> None:
     rows.sort(key=_by_spread)
     if not rows:
         return
-    ranks = _integers(run["merged_ranks"])
-    by_rank = len(ranks) <= _MAX_RANK_COLUMNS and "ranks" in rows[0][3]
-    headings = [f"rank {rank}" for rank in ranks] if by_rank else ["lowest", "rank", "highest", "rank"]
+    shown = rows[:_NUM_WIDEST]
+    is_said = any(cell["differs_in"] for *_, cell in shown)
     cells = [
-        [
-            name,
-            signal,
-            *(_rank_cells(statistic, ranks) if by_rank else _extreme_cells(statistic)),
-            f"{spread:.1%}",
-        ]
-        for spread, name, signal, statistic in rows[:_NUM_WIDEST]
+        [name, signal, *_forward_cells(cell), *_extreme_cells(cell), f"{spread:.1%}"]
+        + ([str(cell["differs_in"])] if is_said else [])
+        for spread, name, signal, cell in shown
     ]
     print(
-        f"\nwidest between ranks: latest {shown_text(metric)}; spread = (highest - lowest) / larger "
-        f"magnitude of the two",
+        f"\nwidest between ranks: {shown_text(metric)}, of each tensor at its widest forward; "
+        "spread = (highest - lowest) / larger magnitude of the two",
         file=file,
     )
-    print_table(["layer", "signal", *headings, "spread"], cells, file=file, num_text_columns=2)
+    headings = ["layer", "signal", "generation", "attempt", "forward", "lowest", "rank", "highest", "rank"]
+    headings += ["spread", "ranks differ in"] if is_said else ["spread"]
+    print_table(headings, cells, file=file, num_text_columns=2)
 
 
 def _spreads(layer: _Record, metric: str) -> list[tuple[float, str, str, _Record]]:
+    """Returns spread, name, signal and cell of each tensor that two ranks have at one forward."""
     found: list[tuple[float, str, str, _Record]] = []
     for tensor in _records(layer["tensors"]):
         for statistic in _records(tensor["statistics"]):
-            latest = _record(_record(statistic["across_ranks"])["latest"])
-            lowest, highest = latest["lowest"], latest["highest"]
-            if statistic["metric"] != metric or lowest is None or highest is None:
+            furthest = _record(statistic["across_ranks"])["furthest"]
+            if statistic["metric"] != metric or furthest is None:
                 continue
-            low, high = _number(_record(lowest)["value"]), _number(_record(highest)["value"])
+            cell = _record(furthest)
+            low, high = (_number(_record(cell[name])["value"]) for name in ("lowest", "highest"))
             size = max(abs(low), abs(high))
             name = str(layer["layer"]) or "(root)"
             if tensor["call_index"]:
@@ -213,29 +210,24 @@ def _spreads(layer: _Record, metric: str) -> list[tuple[float, str, str, _Record
             if signal.startswith("parameter"):
                 # A layer has several, and their gradients have several moments.
                 name, signal = f"{name} {tensor['tensor_path']}", f"{signal} {tensor['stage']}".rstrip()
-            found.append(((high - low) / size if size else 0.0, name, signal, statistic))
-    return [row for row in found if _integer(_record(row[3]["across_ranks"])["ranks"]) > 1]
+            # Divided first: the difference may be beyond double precision.
+            found.append((high / size - low / size if size else 0.0, name, signal, cell))
+    return found
 
 
 def _by_spread(row: tuple[float, str, str, _Record]) -> tuple[float, str, str]:
     return (-row[0], row[1], row[2])
 
 
-def _rank_cells(statistic: _Record, ranks: Sequence[int]) -> list[str]:
-    own = _record(statistic["ranks"])
-    cells: list[str] = []
-    for rank in ranks:
-        summary = own.get(str(rank))
-        value = None if summary is None else _record(_record(summary)["latest"])["value"]
-        cells.append("-" if value is None else f"{_number(value):.4g}")
-    return cells
+def _forward_cells(cell: _Record) -> list[str]:
+    forward = cell["forward_in_attempt"] if cell["forward_index"] is None else cell["forward_index"]
+    return ["-" if one is None else str(one) for one in (cell["generation"], cell["attempt"], forward)]
 
 
-def _extreme_cells(statistic: _Record) -> list[str]:
-    latest = _record(_record(statistic["across_ranks"])["latest"])
+def _extreme_cells(cell: _Record) -> list[str]:
     cells: list[str] = []
     for name in ("lowest", "highest"):
-        one = _record(latest[name])
+        one = _record(cell[name])
         cells += [f"{_number(one['value']):.4g}", str(one["rank"])]
     return cells
 

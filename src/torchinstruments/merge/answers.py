@@ -256,9 +256,12 @@ class WidestSeries:
         metric: Statistic.
         rank: The furthest rank.
         value: Its value.
-        mads: Its distance from `median_of_ranks`, in multiples of `mad_of_ranks`.
+        mads: Its distance from `median_of_ranks`, in multiples of `mad_of_ranks`; None where
+            `unavailable_reason` says why.
+        unavailable_reason: ``mad_is_zero``, half of the ranks or more hold `median_of_ranks`; ``overflow``;
+            else empty.
         median_of_ranks: Lower median over ranks, so a value that some rank has.
-        mad_of_ranks: Lower median over ranks of the distance from it.
+        mad_of_ranks: Lower median over ranks of the distance from it; None beyond double precision.
         lowest: Lowest value over ranks.
         highest: Highest value over ranks.
         num_ranks: Ranks with a value.
@@ -277,9 +280,10 @@ class WidestSeries:
     metric: str
     rank: int
     value: float
-    mads: float
+    mads: float | None
+    unavailable_reason: str
     median_of_ranks: float
-    mad_of_ranks: float
+    mad_of_ranks: float | None
     lowest: Extremum
     highest: Extremum
     num_ranks: int

@@ -6,12 +6,13 @@ one forward and ranks with the same part hold the same; each part counts once, h
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from torchinstruments.merge.comparison_cells import PROVENANCE, Cells
+from torchinstruments.merge.comparison_cells import PROVENANCE
 from torchinstruments.merge.comparison_rows import AlignedRows
 from torchinstruments.merge.rank_statistics import RankStatistics
 from torchinstruments.merge.row_spans import Moment
@@ -72,15 +73,25 @@ class CombinedParts:
         }
 
 
-@dataclass(slots=True)
-class _Whole:
-    """The parts of one tensor, for one series at one forward."""
+@dataclass(frozen=True, slots=True)
+class _Wholes:
+    """Tensors whose parts were all measured, by series and forward; the cells of one lie together.
 
-    values: list[float]
-    sizes: list[int]
-    places: set[tuple[int, ...]]
-    num_parts: int
-    is_sound: bool = True
+    Attributes:
+        columns: Cell of each part.
+        starts: Where each tensor begins in `columns`, and behind the last one their number.
+        series: Series number of each tensor, ascending; of one series the latest forward comes last.
+        variants: Any variant number of each tensor.
+        moments: Moment number of each tensor.
+        traversals: One number for mode and backward of each tensor.
+    """
+
+    columns: _Integers
+    starts: _Integers
+    series: _Integers
+    variants: _Integers
+    moments: _Integers
+    traversals: _Integers
 
 
 def combined_parts(rows: AlignedRows, found: list[tuple[_Integers, RankStatistics]]) -> list[CombinedParts]:
@@ -91,62 +102,105 @@ def combined_parts(rows: AlignedRows, found: list[tuple[_Integers, RankStatistic
         found: Cells of parts that any rank has a value of, with their statistics.
     """
     cells = rows.cells
-    columns = np.flatnonzero(cells.whole < 0)
-    if len(columns) == 0:
+    if not bool((cells.whole < 0).any()):
         return []
     lowest, highest = np.full(len(cells), np.nan), np.full(len(cells), np.nan)
     for own, statistics in found:
         lowest[own], highest[own] = statistics.lowest, statistics.highest
+    wholes = _wholes(rows, lowest, highest)
+    if len(wholes.series) == 0:
+        return []
+
+    def number(key: SeriesKey, place: int) -> CombinedParts | None:
+        columns = wholes.columns[wholes.starts[place] : wholes.starts[place + 1]]
+        value = _value(key.metric, rows.sizes[columns], lowest[columns])
+        if value is None:
+            return None
+        variant = cells.variants[int(wholes.variants[place])]
+        at = cells.moments[int(wholes.moments[place])]
+        return CombinedParts(key, at, variant.mode, variant.backward_index, value, len(columns))
+
+    combined = [cells.series[one] for one in wholes.series.tolist()]
+    finite = {
+        (key, int(wholes.moments[place]), int(wholes.traversals[place])): place
+        for place, key in enumerate(combined)
+        if key.metric in _ALL_FINITE
+    }
+
+    def is_all_finite(key: SeriesKey, place: int) -> bool:
+        """Whether all entries of the tensor are known to be finite then; else it has no norm."""
+        forward = int(wholes.moments[place]), int(wholes.traversals[place])
+        for metric, value in _ALL_FINITE.items():
+            other = key._replace(metric=metric)
+            at = finite.get((other, *forward))
+            if at is not None:
+                one = number(other, at)
+                return one is not None and one.value == value
+        return False
+
     latest: dict[SeriesKey, CombinedParts] = {}
-    for (moment, series, mode, backward), whole in _wholes(rows, columns, lowest, highest).items():
-        key, at = cells.series[series], cells.moments[moment]
-        held = latest.get(key)
-        if held is not None and (held.moment, held.backward_index) >= (at, backward):
+    for place in range(len(combined) - 1, -1, -1):
+        key = combined[place]
+        if key in latest:
             continue
-        if whole.is_sound and len(whole.places) == len(whole.sizes) == whole.num_parts:
-            value = _value(key.metric, whole)
-            if value is not None:
-                latest[key] = CombinedParts(key, at, mode, backward, value, whole.num_parts)
-    return [one for one in latest.values() if one.key.metric != "rms" or _is_all_finite(one, latest)]
+        one = number(key, place)
+        if one is not None and (key.metric != "rms" or is_all_finite(key, place)):
+            latest[key] = one
+    return list(latest.values())
 
 
-def _wholes(
-    rows: AlignedRows, columns: _Integers, lowest: _Floats, highest: _Floats
-) -> dict[tuple[int, int, str, int], _Whole]:
+def _wholes(rows: AlignedRows, lowest: _Floats, highest: _Floats) -> _Wholes:
     cells = rows.cells
-    moment, series, variant = (numbers[columns] for numbers in cells.described())
-    combined = np.array([key.metric in _NAMES for key in cells.series], np.bool_)
-    last = _last_moments(cells, moment, series)
+    is_combined = np.array([key.metric in _NAMES for key in cells.series], np.bool_)
+    moment, series, variant = cells.described()
+    columns = np.flatnonzero((cells.whole < 0) & is_combined[series])
+    moment, series, variant = moment[columns], series[columns], variant[columns]
     places = [_place_of(one.replica_key) for one in cells.variants]
-    wholes: dict[tuple[int, int, str, int], _Whole] = {}
-    for row in np.flatnonzero(combined[series] & last).tolist():
-        column, one = int(columns[row]), cells.variants[int(variant[row])]
-        place = places[int(variant[row])]
-        number = math.prod(size for _, size in place) if place else 0
-        name = (int(moment[row]), int(series[row]), one.mode, one.backward_index)
-        whole = wholes.setdefault(name, _Whole([], [], set(), number))
-        size, low = int(rows.sizes[column]), float(lowest[column])
-        whole.sizes.append(size)
-        whole.places.add(tuple(part for part, _ in place))
-        whole.is_sound &= (
-            number == whole.num_parts > 0
-            and size >= 0
-            and not int(rows.differing[column]) & _SHAPE_BIT
-            and (size == 0 if math.isnan(low) else low == float(highest[column]))
-            and (math.isnan(low) or not rows.without_value[column])
-        )
-        whole.values.append(low)
-    return wholes
+    splits = [tuple(size for _, size in place) for place in places]
+    num_parts = np.array([math.prod(split) if split else 0 for split in splits], np.int64)[variant]
+    split, part = _ordinals(splits)[variant], _ordinals([tuple(place) for place in places])[variant]
+    traversal = _ordinals([(one.backward_index, one.mode) for one in cells.variants])[variant]
+    time = _ordinals(cells.moments)[moment]
+    low, size = lowest[columns], rows.sizes[columns]
+    is_missing = np.isnan(low)
+    is_sound = (
+        (num_parts > 0)
+        & (size >= 0)
+        & (rows.differing[columns] & _SHAPE_BIT == 0)
+        & np.where(is_missing, size == 0, low == highest[columns])
+        & (is_missing | (rows.without_value[columns] == 0))
+    )
+    order = np.lexsort((part, traversal, time, series))
+    is_first = np.ones(len(order), np.bool_)
+    same = [one[order] for one in (series, time, traversal)]
+    is_first[1:] = np.any([one[1:] != one[:-1] for one in same], axis=0)
+    starts = np.flatnonzero(is_first)
+    if len(starts) == 0:
+        return _Wholes(columns, np.zeros(1, np.int64), series, variant, moment, traversal)
+    is_another = is_first.copy()
+    is_another[1:] |= part[order][1:] != part[order][:-1]
+    counts = np.diff(np.append(starts, len(order)))
+    is_whole = (
+        np.logical_and.reduceat(is_sound[order], starts)
+        & (np.minimum.reduceat(split[order], starts) == np.maximum.reduceat(split[order], starts))
+        & (counts == num_parts[order[starts]])
+        & (np.add.reduceat(is_another.astype(np.int64), starts) == counts)
+    )
+    first = order[starts[is_whole]]
+    return _Wholes(
+        columns=columns[order[np.repeat(is_whole, counts)]],
+        starts=np.append(0, np.cumsum(counts[is_whole])),
+        series=series[first],
+        variants=variant[first],
+        moments=moment[first],
+        traversals=traversal[first],
+    )
 
 
-def _last_moments(cells: Cells, moment: _Integers, series: _Integers) -> npt.NDArray[np.bool_]:
-    """Returns which cells belong to the last forward of their series in the stretch."""
-    ordered = sorted(range(len(cells.moments)), key=cells.moments.__getitem__)
-    place = np.empty(len(ordered), np.int64)
-    place[ordered] = np.arange(len(ordered))
-    last = np.full(len(cells.series), -1, np.int64)
-    np.maximum.at(last, series, place[moment])
-    return place[moment] == last[series]
+def _ordinals(keys: Sequence[object]) -> _Integers:
+    """Returns the place of each key among the distinct keys in ascending order."""
+    place = {key: number for number, key in enumerate(sorted(set(keys)))}  # type: ignore[type-var] - of one kind
+    return np.array([place[key] for key in keys], np.int64)
 
 
 def _place_of(replica_key: str) -> list[tuple[int, int]]:
@@ -155,8 +209,7 @@ def _place_of(replica_key: str) -> list[tuple[int, int]]:
     return [(int(part), int(size)) for part, size in _PART.findall(axes)]
 
 
-def _value(metric: str, whole: _Whole) -> float | None:
-    sizes, values = np.array(whole.sizes, np.float64), np.array(whole.values, np.float64)
+def _value(metric: str, sizes: _Integers, values: _Floats) -> float | None:
     sizes, values = sizes[sizes > 0], values[sizes > 0]
     if len(values) == 0:
         return None
@@ -171,16 +224,3 @@ def _value(metric: str, whole: _Whole) -> float | None:
         value = largest * math.sqrt(float((sizes * scaled * scaled).sum()))
         return value if math.isfinite(value) else None
     return float((sizes * values).sum() / sizes.sum())
-
-
-def _is_all_finite(one: CombinedParts, latest: dict[SeriesKey, CombinedParts]) -> bool:
-    """Returns whether it is measured that all entries of the tensor are finite; else it has no norm."""
-    for metric, value in _ALL_FINITE.items():
-        other = latest.get(one.key._replace(metric=metric))
-        if other is not None and (other.moment, other.mode, other.backward_index) == (
-            one.moment,
-            one.mode,
-            one.backward_index,
-        ):
-            return other.value == value
-    return False

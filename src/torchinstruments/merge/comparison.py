@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from torchinstruments.merge.cell_widths import Width
 from torchinstruments.merge.comparison_blocks import COMPARISON_SCHEMA, ComparisonBlock, Widest
 from torchinstruments.merge.comparison_cells import NOT_COMPARED
 from torchinstruments.merge.comparison_plan import ComparisonPlan
@@ -28,7 +29,10 @@ __all__ = ["COMPARISON_FILE", "ComparisonFold"]
 COMPARISON_FILE = "comparison.parquet"
 
 MAX_WIDEST = 20
-"""Series that stand in the section, those with the largest distance in median absolute deviations."""
+"""Series that stand in the section: those whose widest cell is widest, of those with a furthest rank."""
+
+_KEPT_FOR_MADS = MAX_WIDEST // 2
+"""Places for series with a distance in median deviations, however many others go before them."""
 
 _AMBIGUOUS, _REPEATED = "two_processes", "repeated"
 
@@ -160,7 +164,7 @@ class _WidestRows:
         self._rows: pa.Table | None = None
         self._samples: _Integers = np.zeros(0, np.int64)
         self._without_mads: _Integers = np.zeros(0, np.int64)
-        self._has_mads = np.zeros(0, np.bool_)
+        self._width: _Integers = np.zeros(0, np.int64)
         self._size = np.zeros(0)
 
     def add(self, found: Widest) -> None:
@@ -171,15 +175,15 @@ class _WidestRows:
         more = len(self._numbers) - known
         self._samples = np.append(self._samples, np.zeros(more, np.int64))
         self._without_mads = np.append(self._without_mads, np.zeros(more, np.int64))
-        self._has_mads = np.append(self._has_mads, np.zeros(more, np.bool_))
+        self._width = np.append(self._width, np.full(more, -1))
         self._size = np.append(self._size, np.full(more, -np.inf))
         self._samples[series] += found.samples
         self._without_mads[series] += found.samples_without_mads
-        held, size = self._has_mads[series], self._size[series]
-        # A number of median deviations goes before any that has none; the first of equal ones stays.
-        is_wider = (found.has_mads & ~held) | ((found.has_mads == held) & (found.size > size))
+        width, size = self._width[series], self._size[series]
+        # The first of equal ones stays.
+        is_wider = (found.width > width) | ((found.width == width) & (found.size > size))
         chosen = series[is_wider]
-        self._has_mads[chosen], self._size[chosen] = found.has_mads[is_wider], found.size[is_wider]
+        self._width[chosen], self._size[chosen] = found.width[is_wider], found.size[is_wider]
         places = np.arange(len(self._numbers))
         places[chosen] = known + np.flatnonzero(is_wider)
         joined = found.rows if self._rows is None else pa.concat_tables([self._rows, found.rows])
@@ -204,9 +208,12 @@ class _WidestRows:
         if self._rows is None:
             return []
         keys = list(self._numbers)
-        with_mads = [one for one in range(len(keys)) if self._has_mads[one]]
-        with_mads.sort(key=lambda one: (-self._size[one], keys[one]))
-        shown = with_mads[:MAX_WIDEST]
+        by_width: dict[int, list[int]] = {width: [] for width in Width}
+        for one in sorted(range(len(keys)), key=lambda one: (-self._size[one], keys[one])):
+            by_width[int(self._width[one])].append(one)
+        in_mads = by_width[Width.IN_MADS]
+        clear = by_width[Width.CLEAR][: MAX_WIDEST - min(len(in_mads), _KEPT_FOR_MADS)]
+        shown = [*clear, *in_mads, *by_width[Width.SLIGHT]][:MAX_WIDEST]
         rows = self._rows.take(pa.array(shown, pa.int64())).to_pylist()
         return [keys[one]._asdict() | _furthest_record(row) for one, row in zip(shown, rows, strict=True)]
 

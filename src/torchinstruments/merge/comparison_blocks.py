@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from torchinstruments.merge.cell_widths import widths
 from torchinstruments.merge.combined_parts import CombinedParts, combined_parts
 from torchinstruments.merge.comparison_cells import Cells, differing_texts
 from torchinstruments.merge.comparison_rows import AlignedRows, ComparisonTask, read_aligned
@@ -70,16 +71,15 @@ class Widest:
         keys: The series.
         samples: Rows of it.
         samples_without_mads: Those of them in which one rank differs and the deviation is 0.
-        has_mads: Whether the distance in median deviations is known; if so the one with the largest is here,
-            else that with the largest distance.
-        size: That number.
+        width: `Width` of the row.
+        size: Its size in that class.
         rows: The row itself.
     """
 
     keys: Sequence[SeriesKey]
     samples: _Integers
     samples_without_mads: _Integers
-    has_mads: npt.NDArray[np.bool_]
+    width: _Integers
     size: _Floats
     rows: pa.Table
 
@@ -273,13 +273,8 @@ def _numbers(values: _Floats) -> pa.Array:
 def _widest(found: _Found, cells: Cells) -> Widest:
     """Returns the row of each series in which ranks lie furthest apart; of equal ones the first."""
     statistics = found.statistics
-    has_mads = ~np.isnan(statistics.mads)
-    with np.errstate(over="ignore"):
-        spread = statistics.highest - statistics.lowest
-    # Of two ranks neither is the furthest, and they can lie apart all the same.
-    distance = np.where(np.isnan(statistics.distance), spread, statistics.distance)
-    size = np.where(has_mads, statistics.mads, distance)
-    order = np.lexsort((np.arange(len(size)), -size, ~has_mads, found.series))
+    width, size = widths(statistics)
+    order = np.lexsort((np.arange(len(size)), -size, -width, found.series))
     series = found.series[order]
     starts = (
         np.flatnonzero(np.append(True, series[1:] != series[:-1])) if len(series) else np.zeros(0, np.int64)
@@ -291,7 +286,7 @@ def _widest(found: _Found, cells: Cells) -> Widest:
         keys=[cells.series[one] for one in series[starts].tolist()],
         samples=ends - starts,
         samples_without_mads=np.add.reduceat(is_zero, starts) if len(starts) else starts,
-        has_mads=has_mads[best],
+        width=width[best],
         size=size[best],
         rows=found.table.take(pa.array(best)),
     )

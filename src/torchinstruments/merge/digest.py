@@ -16,7 +16,7 @@ from torchinstruments.merge.answers import (
 )
 from torchinstruments.merge.rank_sets import ranks_text
 
-__all__ = ["digest_html", "digest_lines"]
+__all__ = ["digest_html", "digest_lines", "distance_text"]
 
 MAX_SHOWN_CHARACTERS = 200
 """Of the text of a line, which may name a layer; the rest is in ``result.json``."""
@@ -105,10 +105,22 @@ def _widest_text(result: Mapping[str, object]) -> str:
         return "nothing was compared of three ranks that differ"
     one = widest[0]
     text = (
-        f"{one.layer or '(root)'} {one.signal} {one.metric}, rank {one.rank} by {one.mads:.3g} median "
-        f"deviations at {_where(one)}"
+        f"{one.layer or '(root)'} {one.signal} {one.metric}, rank {one.rank}: "
+        f"{distance_text(one.value, one.median_of_ranks, one.mads, one.unavailable_reason)}, at {_where(one)}"
     )
     return f"{text}; ranks differ in {one.differs_in}" if one.differs_in else text
+
+
+def distance_text(value: float, median: float, mads: float | None, reason: str) -> str:
+    """Returns how far a value is from the median over ranks, as people read it."""
+    shown, middle = f"{value:.4g}", f"{median:.4g}"
+    if shown == middle:
+        shown, middle = repr(value), repr(median)
+    if mads is not None:
+        return f"{shown}, {mads:.3g} median deviations from {middle}"
+    if reason == "mad_is_zero":
+        return f"{shown}, where half of the ranks or more hold {middle}"
+    return f"{shown}, too far from the median {middle} for a number of median deviations"
 
 
 def _widest_row(one: WidestSeries) -> str:
@@ -119,7 +131,7 @@ def _widest_row(one: WidestSeries) -> str:
         str(one.rank),
         f"{one.value:.6g}",
         f"{one.median_of_ranks:.6g}",
-        f"{one.mads:.3g}",
+        one.unavailable_reason if one.mads is None else f"{one.mads:.3g}",
         _where(one),
     )
     return f"<tr>{''.join(f'<td>{_escaped(cell)}</td>' for cell in cells)}</tr>"

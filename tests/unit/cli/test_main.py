@@ -47,9 +47,48 @@ def test_merge_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (
         "aligned      4 samples by generation, attempt, forward_in_attempt; 100.0% common to 2 ranks" in out
     )
-    assert "widest between ranks: latest std; spread = (highest - lowest) / larger magnitude" in out
-    assert out.splitlines()[-2].split() == ["layer", "signal", "rank", "0", "rank", "1", "spread"]
-    assert out.splitlines()[-1].split() == ["fc", "output", "1", "3", "66.7%"]
+    assert "widest between ranks: std, of each tensor at its widest forward; spread = (highest" in out
+    headings = ["layer", "signal", "generation", "attempt", "forward", "lowest", "rank", "highest", "rank"]
+    assert out.splitlines()[-2].split() == [*headings, "spread"]
+    assert out.splitlines()[-1].split() == ["fc", "output", "0", "0", "0", "1", "0", "3", "1", "66.7%"]
+
+
+def test_merge_names_the_one_rank_that_is_off_among_equal_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the others hold the same, the line has the rank, its value and theirs."""
+    run = whole_run(tmp_path / "run", 4)
+    for rank in range(4):
+        values = [1.0, 1000.0 if rank == 2 else 1.0, 1.0, 1.0]
+        rows = [{"sample_id": i, "attempt": i, "value": value} for i, value in enumerate(values)]
+        run.history(rank, rows, process_of(rank))
+    assert main(["merge", run.url]) == 0
+    assert (
+        "  furthest     rank 2, in generation 0, attempt 1, forward 0: fc output mean 1000, "
+        "where half of the ranks or more hold 1"
+    ) in capsys.readouterr().out.splitlines()
+
+
+def test_the_widest_tensors_are_compared_at_one_forward(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that stopped early differs in nothing from ranks that went on and held the same until then."""
+    run = whole_run(tmp_path / "run", 3, num_samples=10)
+    for rank in range(3):
+        rows: list[dict[str, Any]] = []
+        for i in range(2 if rank == 1 else 10):
+            own = {"sample_id": i, "attempt": i, "metric": "std"}
+            rows.append(own | {"value": 1.0 + i})
+            scale = 2.0 if rank == 2 and i == 1 else 1.0
+            rows.append(own | {"layer": "head", "value": 3.0 * scale, "loss_scale": scale})
+        run.history(rank, rows, process_of(rank))
+    main(["merge", run.url])
+    headings, *rows_shown = capsys.readouterr().out.splitlines()[-3:]
+    assert headings.endswith("ranks differ in")
+    assert [row.split() for row in rows_shown] == [
+        ["head", "output", "0", "1", "0", "3", "0", "6", "2", "50.0%", "loss_scale"],
+        ["fc", "output", "0", "0", "0", "1", "0", "1", "0", "0.0%"],
+    ]
 
 
 def test_merge_names_ranks_that_no_leader_answered(
@@ -256,7 +295,7 @@ def test_output_and_ranks(tmp_path: Path) -> None:
 
 
 def test_many_ranks_are_shown_by_their_extremes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With more ranks than fit, the table names the lowest and the highest one."""
+    """The table names the lowest and the highest of many ranks, and the forward."""
     run = whole_run(tmp_path / "run", 12, num_samples=1)
     for rank in range(12):
         counted(run, rank)
@@ -264,7 +303,8 @@ def test_many_ranks_are_shown_by_their_extremes(tmp_path: Path, capsys: pytest.C
             rank, [{"sample_id": 0, "metric": "std", "value": 1.0 + (rank == 7)}], process_of(rank), 1
         )
     assert main(["merge", run.url]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["fc", "output", "1", "0", "2", "7", "50.0%"]
+    shown = capsys.readouterr().out.splitlines()[-1].split()
+    assert shown == ["fc", "output", "0", "0", "0", "1", "0", "2", "7", "50.0%"]
 
 
 def test_parameters_are_told_apart_by_name_and_moment(
@@ -283,8 +323,8 @@ def test_parameters_are_told_apart_by_name_and_moment(
     assert main(["merge", run.url]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[-2:]]
     assert lines == [
-        ["fc", "weight", "parameter_gradient", "local_accumulated", "1", "4", "75.0%"],
-        ["fc", "bias", "parameter_gradient", "reduced", "1", "2", "50.0%"],
+        ["fc", "weight", "parameter_gradient", "local_accumulated", *"000", "1", "0", "4", "1", "75.0%"],
+        ["fc", "bias", "parameter_gradient", "reduced", *"000", "1", "0", "2", "1", "50.0%"],
     ]
 
 
