@@ -140,8 +140,8 @@ def test_a_shuffled_listing_gives_the_same_bytes(
     walk = LocalStorage.walk
     random = np.random.default_rng(3)
 
-    def shuffled(self: LocalStorage) -> Listing:
-        found = walk(self)
+    def shuffled(self: LocalStorage, enters: Callable[[str], bool] | None = None) -> Listing:
+        found = walk(self, enters)
         return [found[place] for place in random.permutation(len(found))]
 
     merge_run(noisy_run.url, output=str(tmp_path / "sorted"))

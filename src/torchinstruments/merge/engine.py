@@ -12,7 +12,8 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torchinstruments.errors import ConfigurationError, StorageError
+from torchinstruments.errors import StorageError
+from torchinstruments.merge.arguments import check_arguments, ranks_asked_for
 from torchinstruments.merge.catalogs import joined_modules
 from torchinstruments.merge.check_findings import CheckFindingsFold
 from torchinstruments.merge.comparison import COMPARISON_FILE, ComparisonFold
@@ -73,7 +74,7 @@ def merge_run(
         *urls: The run's folder, or several where hosts without a shared filesystem have one each.
         output: Folder for the result, a path or an fsspec URL; else ``merged`` in the first folder.
         storage_options: In fsspec's dialect, for all folders and a remote `output`.
-        ranks: The ranks to merge, None for all.
+        ranks: The ranks to merge, None for all. One of them that left nothing is missing.
         inline_ranks: With at most so many ranks, each rank's own summaries stand in ``result.json``; with
             more, only in ``summary.parquet``.
         progress: Called after each rank with the ranks done and all ranks; from the first one again where
@@ -92,15 +93,15 @@ def merge_run(
     Of the last two ``failures`` says which ranks could not be read. Whatever ends a merge early, Ctrl-C and
     an exception of `progress` too, the result of the merge before stays as it is.
     """
-    if isinstance(inline_ranks, bool) or inline_ranks < 0:
-        raise ConfigurationError(f"inline_ranks={inline_ranks!r} is not possible; give 0 or more")
+    check_arguments(inline_ranks=inline_ranks, progress=progress)
+    asked = ranks_asked_for(ranks)
     if output is not None:
         check_url(output)
         check_writable(output)
 
     def merge_with(pool: Executor) -> MergeResult:
         for is_second in (False, True):
-            plan = plan_merge(urls, storage_options, ranks, is_second=is_second)
+            plan = plan_merge(urls, storage_options, asked, is_second=is_second)
             if output is None:
                 require_no_link(plan.storages[0], MERGED)
             try:
