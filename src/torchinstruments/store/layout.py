@@ -29,6 +29,7 @@ __all__ = [
     "PartName",
     "checks_file",
     "generation_file",
+    "is_folder_of_no_rank",
     "is_parts_folder",
     "is_rank_folder_beyond",
     "manifest_file",
@@ -107,6 +108,15 @@ def is_parts_folder(name: str) -> bool:
     return name.endswith(_PARTS) and name.removesuffix(_PARTS) in TABLES
 
 
+def is_folder_of_no_rank(name: str) -> bool:
+    """Returns whether a folder is called like that of a rank, and by no number of one, such as ``rank-x``."""
+    return _is_called_rank(name) and _RANK.fullmatch(name) is None
+
+
+def _is_called_rank(folder: str) -> bool:
+    return folder.startswith("rank-") and "/" not in folder
+
+
 def part_file(folder: str, table: str, process: str, sequence: int) -> str:
     """Returns the path of a part."""
     return _join(folder, f"{table}.parts/part-{process}-{sequence:06d}.parquet")
@@ -169,8 +179,8 @@ def may_hold_files(folder: str) -> bool:
     """
     above, _, name = folder.rpartition("/")
     if is_parts_folder(name):
-        return not above or _RANK.fullmatch(above) is not None
-    return not above and (name == GENERATIONS or _RANK.fullmatch(name) is not None)
+        return not above or _is_called_rank(above)
+    return not above and (name == GENERATIONS or _is_called_rank(name))
 
 
 def tensorboard_file(folder: str, name: str) -> str:
