@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from merge.dying import Order, linger, obey, refuse
+from merge.dying import Order, divided, linger, obey, refuse
 from merge.run_folder import whole_rank, whole_run
 from torchinstruments.cli.main import main
 from torchinstruments.errors import ConfigurationError, StorageUnreachableError, WorkerLostError
@@ -288,11 +288,6 @@ def test_secrets_stay_out_of_what_dask_shows(
     assert "Compute Failed" in captured.err + captured.out + "".join(logs)
     for text in (*shown, *logs, captured.out, captured.err, repr(plan.tasks[0])):
         assert SECRET not in text
-
-
-def divided(task: object) -> float:
-    """A task that fails with its argument at hand."""
-    return 1 / (0 if task else 1)
 
 
 class StopError(Exception):
