@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torchinstruments.errors import StorageError
+from torchinstruments.merge.abandoned import clear_abandoned
 from torchinstruments.merge.arguments import check_arguments, ranks_asked_for
 from torchinstruments.merge.catalogs import joined_modules
 from torchinstruments.merge.check_findings import CheckFindingsFold
@@ -123,6 +124,7 @@ def merge_run(
 def _merge(
     plan: MergePlan, output: str | None, inline_ranks: int, progress: Progress | None, executor: Executor
 ) -> MergeResult:
+    clear_abandoned()
     with ComparisonFold() as comparison:
         return _folded(plan, output, inline_ranks, progress, executor, comparison)
 
