@@ -53,3 +53,8 @@ def linger(order: Order) -> int:
     (order.folder / f"{order.rank}-{os.getpid()}").touch()
     time.sleep(300)
     return order.rank
+
+
+def divided(task: object) -> float:
+    """A task that fails with its argument at hand."""
+    return 1 / (0 if task else 1)

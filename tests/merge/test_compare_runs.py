@@ -1,5 +1,6 @@
 """Two runs beside each other: the change of every series, rank by rank, against an oracle of plain Python."""
 
+import hashlib
 import itertools
 import json
 import math
@@ -346,8 +347,8 @@ def test_what_a_run_may_be_given_as(tmp_path: Path) -> None:
         ("result.json", b"[" * 100_000, "result.json .* cannot be read"),
         ("result.json", b'{"schema_version": 7}', "schema version 7"),
         ("result.json", b'{"schema_version": 1, "run": 3}', "result.json .* cannot be read"),
-        ("summary.parquet", b"", "summary.parquet .* cannot be read"),
-        ("summary.parquet", b"x" * 500, "summary.parquet .* cannot be read"),
+        ("summary.parquet", b"", "summary.parquet .* is not the one"),
+        ("summary.parquet", b"x" * 500, "summary.parquet .* is not the one"),
     ],
 )
 def test_merged_files_that_are_damaged(tmp_path: Path, name: str, data: bytes, words: str) -> None:
@@ -360,12 +361,34 @@ def test_merged_files_that_are_damaged(tmp_path: Path, name: str, data: bytes, w
             compare_runs(*(one.url for one in pair))
 
 
+def adopted(run: RunFolder) -> None:
+    """Has ``result.json`` name the table that lies beside it, whatever that is."""
+    path = run.root / "merged" / "result.json"
+    document = json.loads(path.read_bytes())
+    for one in document["files"]:
+        one["sha256"] = hashlib.sha256((path.parent / one["file"]).read_bytes()).hexdigest()
+    path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * 500])
+def test_a_table_that_is_none(tmp_path: Path, data: bytes) -> None:
+    """Also where the result names it."""
+    run = written(tmp_path / "a", [{"fc": [1.0]}])
+    (run.root / "merged" / "summary.parquet").write_bytes(data)
+    adopted(run)
+    with pytest.raises(RunFormatError, match=r"summary.parquet .* cannot be read.*merge the run again"):
+        compare_runs(run.url, run.url)
+
+
 def test_a_damaged_page_of_the_table(tmp_path: Path) -> None:
-    """It shows only when the series are read."""
+    """It is told by the digest, and where that was changed, too, when the series are read."""
     run = written(tmp_path / "a", [{f"layer{place}": [1.0 * place] for place in range(300)}])
     path = run.root / "merged" / "summary.parquet"
     data = path.read_bytes()
     path.write_bytes(data[:4] + bytes(255 - byte for byte in data[4:3000]) + data[3000:])
+    with pytest.raises(RunFormatError, match=r"summary.parquet .* is not the one"):
+        compare_runs(run.url, run.url)
+    adopted(run)
     with pytest.raises(RunFormatError, match=r"summary.parquet .* cannot be read.*merge the run again"):
         compare_runs(run.url, run.url)
 

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -457,6 +458,80 @@ def test_chosen_ranks_only(tmp_path: Path) -> None:
         merge_run(run.url, ranks={9})
 
 
+def test_a_list_of_members_that_names_fewer_than_there_are_is_not_complete(tmp_path: Path) -> None:
+    """Whatever it says of itself: ranks may be missing that nobody can name."""
+    run = whole_run(tmp_path / "run")
+    members = [Member(rank, process_of(rank), "host-a", rank, observing=True) for rank in range(2)]
+    run.generation(0, members, world_size=10**9)
+    merged = merge_run(run.url)
+    coverage: Any = merged.result["coverage"]
+    assert not merged.complete
+    assert (coverage["expected_ranks"], coverage["expected_ranks_known"]) == ([0, 1], False)
+
+
+def test_folders_called_like_a_rank_are_named(tmp_path: Path) -> None:
+    """One that holds anything stands in the result once, though nothing says whose it is."""
+    run = whole_run(tmp_path / "run")
+    names = ["rank--01", "rank-01", "rank-x", "rank-\u0660\u0660\u0661"]
+    for name in names:
+        shutil.copytree(run.root / "rank-001", run.root / name)
+    (run.root / "rank-parts/history.parts").mkdir(parents=True)
+    (run.root / "rank-parts/history.parts/part-0000000a-000000.parquet").write_bytes(b"x")
+    (run.root / "rank-empty").mkdir()
+    merged = merge_run(run.url)
+    coverage: Any = merged.result["coverage"]
+    assert coverage["unexpected_files"] == sorted([*names, "rank-parts"])
+    assert (coverage["present_ranks"], coverage["duplicate_parts"], merged.complete) == ([0, 1], 0, True)
+
+
+def test_a_chosen_rank_that_left_nothing_is_missing(tmp_path: Path) -> None:
+    """Who asks for a rank hears of it, also where the world never had it."""
+    run = whole_run(tmp_path / "run", 3)
+    merged = merge_run(run.url, ranks=[0, 9])
+    coverage: Any = merged.result["coverage"]
+    assert not merged.complete
+    assert (coverage["expected_ranks"], coverage["present_ranks"]) == ([0, 9], [0])
+    assert (coverage["missing_ranks"], coverage["unexpected_ranks"]) == ([9], [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"ranks": ["0"]}, r"ranks=\['0'\] is not possible"),
+        ({"ranks": [True]}, r"ranks=\[True\] is not possible"),
+        ({"ranks": [-1]}, r"ranks=\[-1\] is not possible"),
+        ({"ranks": [0, 2**31]}, "numbers from 0 to 2147483647"),
+        ({"ranks": [[0]]}, r"ranks=\[\[0\]\] is not possible"),
+        ({"ranks": 0}, "ranks=0 is not possible; give a collection"),
+        ({"ranks": "0-1"}, "ranks='0-1' is not possible"),
+        ({"ranks": {0: 1}}, "is not possible; give a collection"),
+        ({"ranks": []}, r"ranks=\[\] names no rank"),
+        ({"inline_ranks": "a"}, "inline_ranks='a' is not possible; give 0 or more"),
+        ({"inline_ranks": 1.5}, "inline_ranks=1.5 is not possible"),
+        ({"inline_ranks": True}, "inline_ranks=True is not possible"),
+        ({"progress": 3}, "progress=3 cannot be called"),
+        ({"storage_options": 3}, "storage_options is of type int"),
+        ({"storage_options": {3: "s3cr3t"}}, "storage_options is of type dict"),
+    ],
+)
+def test_an_argument_that_cannot_work_is_refused_in_a_sentence(
+    tmp_path: Path, arguments: dict[str, Any], sentence: str
+) -> None:
+    """With the value, what is allowed, and no secret."""
+    run = whole_run(tmp_path / "run")
+    with pytest.raises(ConfigurationError, match=sentence) as caught:
+        merge_run(run.url, **arguments)
+    assert "\n" not in str(caught.value)
+    assert "s3cr3t" not in str(caught.value)
+    assert not (run.root / "merged").exists()
+
+
+def test_ranks_as_numpy_has_them(tmp_path: Path) -> None:
+    """A number is a number, whoever made it."""
+    run = whole_run(tmp_path / "run", 3)
+    assert merge_run(run.url, ranks=list(np.arange(2))).coverage.present_ranks == (0, 1)
+
+
 def test_several_folders_of_one_run(tmp_path: Path) -> None:
     """Folders of hosts without a shared filesystem are one run; files are named with their folder."""
     first = RunFolder(tmp_path / "a", world_size=2).run()
@@ -518,6 +593,7 @@ def test_result_is_strict_json_in_a_fixed_order(tmp_path: Path) -> None:
     assert list(written) == [
         "schema_version",
         "run",
+        "files",
         "coverage",
         "generations",
         "ranks",
@@ -634,10 +710,10 @@ def test_a_full_disk_is_told_with_the_way_out(tmp_path: Path, monkeypatch: pytes
     """The result may lie elsewhere."""
     run = whole_run(tmp_path / "run")
 
-    def full(self: LocalStorage, path: str, data: bytes) -> None:
+    def full(self: LocalStorage, files: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(LocalStorage, "replace", full)
+    monkeypatch.setattr(LocalStorage, "replace_together", full)
     with pytest.raises(StorageError, match=r"written to .*/run/merged \(No space left.*--output"):
         merge_run(run.url)
 

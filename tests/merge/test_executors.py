@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from merge.dying import Order, linger, obey, refuse
-from merge.run_folder import whole_run
+from merge.dying import Order, divided, linger, obey, refuse
+from merge.run_folder import whole_rank, whole_run
 from torchinstruments.cli.main import main
 from torchinstruments.errors import ConfigurationError, StorageUnreachableError, WorkerLostError
 from torchinstruments.merge import dask_workers
@@ -25,7 +25,6 @@ from torchinstruments.merge.executors import workers_for
 from torchinstruments.merge.mapping import in_order
 from torchinstruments.merge.process_workers import MAX_TRIES, ProcessWorkers
 from torchinstruments.merge.reading import read_rank
-from torchinstruments.store.local import LocalStorage
 
 SECRET = "s3cr3t-in-the-options"
 
@@ -291,11 +290,6 @@ def test_secrets_stay_out_of_what_dask_shows(
         assert SECRET not in text
 
 
-def divided(task: object) -> float:
-    """A task that fails with its argument at hand."""
-    return 1 / (0 if task else 1)
-
-
 class StopError(Exception):
     """What a caller's progress raises."""
 
@@ -430,23 +424,22 @@ def test_ctrl_c_while_files_are_replaced_comes_after_the_last_one(
 ) -> None:
     """A result is replaced with all its tables or not at all."""
     run = whole_run(tmp_path / "run", 2)
-    replace, replace_with_file = LocalStorage.replace, LocalStorage.replace_with_file
+    merge_run(run.url)
+    before = merged_bytes(run.root / "merged")
+    whole_rank(run, 1, 9)
+    replace = os.replace
     replaced: list[str] = []
 
-    def noted(self: LocalStorage, path: str, file: Path) -> None:
-        replace_with_file(self, path, file)
-        replaced.append(path)
-
-    def interrupted(self: LocalStorage, path: str, data: bytes) -> None:
+    def interrupted(source: str, target: str) -> None:
         if not replaced:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.2)
-        replace(self, path, data)
-        replaced.append(path)
+        replace(source, target)
+        replaced.append(os.path.basename(target))
 
-    monkeypatch.setattr(LocalStorage, "replace", interrupted)
-    monkeypatch.setattr(LocalStorage, "replace_with_file", noted)
+    monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         merge_run(run.url)
     assert replaced[-1] == "result.json"
-    assert sorted(replaced) == sorted(merged_bytes(run.root / "merged"))
+    assert sorted(replaced) == sorted(after := merged_bytes(run.root / "merged"))
+    assert all(after[name] != before[name] for name in ("result.json", "summary.parquet"))

@@ -148,6 +148,22 @@ def test_html_escapes_everything(merged: MergeResult) -> None:
     assert "&lt;script&gt;alert(&#x27;x&#x27;)" in page
 
 
+def test_html_of_names_that_no_page_should_have(tmp_path: Path) -> None:
+    """Control characters stand there as Python writes them, and long names are cut."""
+    run = RunFolder(tmp_path / "run", world_size=4).run()
+    names = ["\x1b[31mred\x00\u202e\nend", "x" * 10_000]
+    for rank in range(4):
+        rows = [{"sample_id": 0, "layer": name, "value": 9.0 if rank == 3 else rank / 8} for name in names]
+        run.history(rank, rows, process_of(rank))
+    merged = merge_run(run.url)
+    assert {one.layer for one in merged.widest} == set(names)
+    page = merged._repr_html_()
+    assert all(one.isprintable() for one in page)
+    assert "<td>\\x1b[31mred\\x00\\u202e\\nend</td>" in page
+    assert f"<td>{'x' * 197}...</td>" in page
+    assert "x" * 201 not in page
+
+
 def test_an_error_tells_which_ranks_failed() -> None:
     """An error knows the ranks that failed, also behind a process boundary; others know none."""
     error = of_rank(7, of_rank(3, StorageError("no answer")))

@@ -1,5 +1,6 @@
 """The rank that is late by its own work, told apart from those that wait for it."""
 
+import math
 from pathlib import Path
 from statistics import median, median_low
 from typing import Any
@@ -104,6 +105,23 @@ def test_a_slow_host_is_found_though_ranks_move(tmp_path: Path) -> None:
             "late_in": [{"generation": 0, "ranks": "0"}, {"generation": 1, "ranks": "2"}],
         }
     ]
+
+
+@pytest.mark.parametrize("rows", [[{"attempt": 0}], [{"attempt": i, "gap_s": math.nan} for i in range(40)]])
+def test_steps_without_times_are_told(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    """One attempt a rank, and gaps that are no numbers: a record with the reason."""
+    run = RunFolder(tmp_path / "run", world_size=2).run()
+    for rank in range(2):
+        run.steps(rank, rows, process_of(rank))
+    training(run, {0: 0.01}, generation=1)
+    run.steps(1, rows, process_of(1), sequence=1, generation=1)
+    records = own_work_of(run)["generations"]
+    assert [(one["generation"], one["judged"], one["unavailable_reason"]) for one in records] == [
+        (0, False, "no_timed_attempts"),
+        (1, False, "single_rank"),
+    ]
+    assert [(one["ranks_with_times"], one["common_attempts"]) for one in records] == [("", 0), ("0", 39)]
+    assert records[0]["clock"] is None
 
 
 def test_what_the_clock_cannot_tell_is_not_told(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_every_field_of_a_section_is_on_the_page(section: str) -> None:
     for told_of_a_rank, name in (("layers", "summary"), ("findings", "finding")):
         if section == told_of_a_rank:
             allowed -= set(field_names(schema["$defs"][name], schema["$defs"]))
-    assert len(allowed) > 5
+    assert len(allowed) > 2
     assert allowed - named_in(section) == set()
 
 

@@ -77,17 +77,21 @@ def test_replacing_leaves_the_new_data_alone(storage: Storage, open_again: Calla
 
 
 @pytest.mark.parametrize("size_bytes", [0, 11, 6 * 2**20])
-def test_a_file_of_this_host_replaces_one_there(
+def test_files_replace_those_there_together(
     storage: Storage, open_again: Callable[[], Storage], tmp_path: Path, size_bytes: int
 ) -> None:
-    """What a local file holds comes to lie there whole, in place of what was there, and the file stays."""
+    """Bytes and what a local file holds come to lie there whole, in place of the old; the file stays."""
     source = tmp_path / "source.bin"
     source.write_bytes(bytes(range(256)) * (size_bytes // 256) + b"x" * (size_bytes % 256))
-    for _ in range(2):
-        storage.replace_with_file("merged/comparison.parquet", source)
+    for document in (b"longer", b"new"):
+        storage.replace_together({"merged/comparison.parquet": source, "merged/result.json": document})
         assert open_again().read("merged/comparison.parquet") == source.read_bytes()
+        assert open_again().read("merged/result.json") == document
     assert source.stat().st_size == size_bytes
-    assert [entry.path for entry in open_again().walk()] == ["merged/comparison.parquet"]
+    assert [entry.path for entry in open_again().walk()] == [
+        "merged/comparison.parquet",
+        "merged/result.json",
+    ]
 
 
 def test_only_the_first_creation_succeeds(storage: Storage, open_again: Callable[[], Storage]) -> None:

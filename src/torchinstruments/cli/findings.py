@@ -20,15 +20,33 @@ _NOT_JUDGED = {
     "no_replica_keys": "not known: no tensor is known to be the same on several ranks",
     "no_replicas": "not known: each rank holds parts of the model that no other rank holds",
     "no_common_attempts": "not known: no attempt has fingerprints of two replicas",
+    "no_timed_attempts": "not known: no attempt after the first has times",
     "single_rank": "not known: one rank alone has times",
     "few_common_attempts": "not known: the ranks have too few attempts in common",
     "clock_differs": "not known: ranks were timed by different clocks",
     "no_statistic_tells": "not known: no statistic of this run tells",
 }
 
+_NO_TIMES = "not known: the run has no steps"
+
+_UNKNOWN = "not known"
+_NOT_YET = {
+    _NOT_JUDGED["no_fingerprints"]: "not known: none of the ranks, which still run, has written fingerprints "
+    "(fingerprints=True takes them)",
+    _NO_TIMES: "not known: none of the ranks, which still run, has written steps",
+}
+"""What is said instead of a run whose ranks may write it still."""
+
 
 def finding_lines(result: _Record) -> list[tuple[str, str]]:
     """Returns name and text of each line, from ``result.json`` (the merge command)."""
+    lines = _lines(result)
+    if not _list(_record(result["coverage"])["running_ranks"]):
+        return lines
+    return [(name, _NOT_YET.get(text, text).replace(_UNKNOWN, f"{_UNKNOWN} yet", 1)) for name, text in lines]
+
+
+def _lines(result: _Record) -> list[tuple[str, str]]:
     return [
         ("same steps", _steps_text(_record(result["steps"]))),
         *_outcomes_lines(_record(result["steps"])),
@@ -163,9 +181,6 @@ def _furthest_text(comparison: _Record) -> str:
     distance = distance_text(_number(one["value"]), _number(one["median_of_ranks"]), mads, reason)
     text = f"rank {one['rank']}, {_moment(one)}: {what} {one['metric']} {distance}"
     return f"{text}; ranks differ in {one['differs_in']}" if one["differs_in"] else text
-
-
-_NO_TIMES = "not known: the run has no steps"
 
 
 def _unsynchronised_lines(found: _Record) -> list[tuple[str, str]]:

@@ -86,6 +86,9 @@ class CoverageFold:
         generations, missing_somewhere = self._generations()
         expected = sorted({rank for one in self._expectations() for rank in one.ranks})
         present = sorted({view.rank for view in self._views})
+        asked = self.plan.asked_ranks or frozenset()
+        # Who asks for a rank by its number expects it, whatever the policy says.
+        due = sorted({*expected, *(asked - set(present))})
         quarantined = self._quarantined()
         documents = sum(one.reason == _FOREIGN for one in self.plan.inventory.set_aside)
         missing_parts = self._missing_parts()
@@ -94,10 +97,10 @@ class CoverageFold:
         spooled = self._rows_in_spool()
         sections: dict[str, object] = {
             "complete": False,
-            "expected_ranks": expected,
+            "expected_ranks": due,
             "expected_ranks_known": all(one.is_known for one in self._expectations()),
             "present_ranks": present,
-            "missing_ranks": sorted(set(expected) - set(present)),
+            "missing_ranks": sorted(set(due) - set(present)),
             "unexpected_ranks": sorted(set(present) - set(expected)),
             "interrupted_ranks": self._ranks_that_are(ProcessStatus.INTERRUPTED),
             "running_ranks": self._ranks_that_are(ProcessStatus.RUNNING),

@@ -36,7 +36,7 @@ def digest_lines(result: Mapping[str, object]) -> list[tuple[str, str]]:
 
 
 def digest_html(title: str, result: Mapping[str, object]) -> str:
-    """Returns the lines and the widest series as HTML; every text is escaped."""
+    """Returns the lines and the widest series as HTML; every text is escaped and shortened."""
     rows = "".join(
         f"<tr><th>{_escaped(name)}</th><td>{_escaped(text)}</td></tr>" for name, text in digest_lines(result)
     )
@@ -134,7 +134,7 @@ def _widest_row(one: WidestSeries) -> str:
         one.unavailable_reason if one.mads is None else f"{one.mads:.3g}",
         _where(one),
     )
-    return f"<tr>{''.join(f'<td>{_escaped(cell)}</td>' for cell in cells)}</tr>"
+    return f"<tr>{''.join(f'<td>{_escaped(_on_one_line(cell))}</td>' for cell in cells)}</tr>"
 
 
 def _where(one: WidestSeries) -> str:

@@ -10,9 +10,11 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torchinstruments.errors import ConfigurationError, StorageError, TorchInstrumentsError
+from torchinstruments.errors import StorageError
+from torchinstruments.merge.abandoned import clear_abandoned
+from torchinstruments.merge.arguments import check_arguments, ranks_asked_for
 from torchinstruments.merge.catalogs import joined_modules
 from torchinstruments.merge.check_findings import CheckFindingsFold
 from torchinstruments.merge.comparison import COMPARISON_FILE, ComparisonFold
@@ -24,6 +26,7 @@ from torchinstruments.merge.first_nonfinite import FirstNonfiniteFold
 from torchinstruments.merge.layers import LayerFold
 from torchinstruments.merge.mapping import MAX_WAITING_BLOCKS, in_order
 from torchinstruments.merge.moments import look_at_moments
+from torchinstruments.merge.outputs import file_records, open_output, write_together
 from torchinstruments.merge.own_work import OwnWorkFold
 from torchinstruments.merge.parts import ChangedPartError
 from torchinstruments.merge.plan import MergePlan, plan_merge
@@ -31,7 +34,7 @@ from torchinstruments.merge.processes import ProcessView
 from torchinstruments.merge.reading import forget_layouts, read_rank
 from torchinstruments.merge.replica_blocks import compare_replicas
 from torchinstruments.merge.replicas import ReplicaFold
-from torchinstruments.merge.result import RESULT_FILE, RESULT_SCHEMA_VERSION, SUMMARY_FILE, MergeResult
+from torchinstruments.merge.result import RESULT_SCHEMA_VERSION, SUMMARY_FILE, MergeResult
 from torchinstruments.merge.sources import close_sources
 from torchinstruments.merge.step_blocks import compare_steps
 from torchinstruments.merge.steps import STEPS_FILE, StepFold
@@ -40,14 +43,15 @@ from torchinstruments.merge.trials import bounded_workers, without_harmful_parts
 from torchinstruments.records import ModuleRecord
 from torchinstruments.store.checks import FoundChecks
 from torchinstruments.store.documents import GONE
-from torchinstruments.store.filesystem import open_storage
 from torchinstruments.store.inventory import SetAside, read_catalog, read_checks
 from torchinstruments.store.layout import MERGED
 from torchinstruments.store.liveness import process_status, store_now_s
 from torchinstruments.store.local import require_no_link
-from torchinstruments.store.manifest import encode_document
 from torchinstruments.store.schema import KEY_COLUMNS
 from torchinstruments.store.urls import check_url, check_writable
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["MergeResult", "merge_run"]
 
@@ -73,7 +77,7 @@ def merge_run(
         *urls: The run's folder, or several where hosts without a shared filesystem have one each.
         output: Folder for the result, a path or an fsspec URL; else ``merged`` in the first folder.
         storage_options: In fsspec's dialect, for all folders and a remote `output`.
-        ranks: The ranks to merge, None for all.
+        ranks: The ranks to merge, None for all. One of them that left nothing is missing.
         inline_ranks: With at most so many ranks, each rank's own summaries stand in ``result.json``; with
             more, only in ``summary.parquet``.
         progress: Called after each rank with the ranks done and all ranks; from the first one again where
@@ -95,15 +99,15 @@ def merge_run(
     Of the last two ``failures`` says which ranks could not be read. Whatever ends a merge early, Ctrl-C and
     an exception of `progress` too, the result of the merge before stays as it is.
     """
-    if isinstance(inline_ranks, bool) or inline_ranks < 0:
-        raise ConfigurationError(f"inline_ranks={inline_ranks!r} is not possible; give 0 or more")
+    check_arguments(inline_ranks=inline_ranks, progress=progress)
+    asked = ranks_asked_for(ranks)
     if output is not None:
         check_url(output)
         check_writable(output)
 
     def merge_with(pool: Executor) -> MergeResult:
         for is_second in (False, True):
-            plan = plan_merge(urls, storage_options, ranks, is_second=is_second)
+            plan = plan_merge(urls, storage_options, asked, is_second=is_second)
             if output is None:
                 require_no_link(plan.storages[0], MERGED)
             if untrusted:
@@ -127,6 +131,7 @@ def merge_run(
 def _merge(
     plan: MergePlan, output: str | None, inline_ranks: int, progress: Progress | None, executor: Executor
 ) -> MergeResult:
+    clear_abandoned()
     with ComparisonFold() as comparison:
         return _folded(plan, output, inline_ranks, progress, executor, comparison)
 
@@ -139,6 +144,8 @@ def _folded(
     executor: Executor,
     comparison: ComparisonFold,
 ) -> MergeResult:
+    # Before anything is read, for a place that is refused.
+    storage = open_output(plan, output)
     statistics = plan.inventory.run.statistics
     layers = LayerFold(statistics, inline=len(plan.tasks) <= inline_ranks)
     coverage = CoverageFold(plan)
@@ -170,9 +177,15 @@ def _folded(
     )
     for block in in_order(executor, compare_block, stretches, max_waiting=MAX_WAITING_BLOCKS):
         comparison.add_block(block)
+    tables: dict[str, bytes | Path] = {
+        SUMMARY_FILE: table.encoded(),
+        STEPS_FILE: ranks.steps.encoded(),
+        COMPARISON_FILE: comparison.file(),
+    }
     result: dict[str, object] = {
         "schema_version": RESULT_SCHEMA_VERSION,
         "run": _run_section(plan),
+        "files": file_records(tables),
         "coverage": found.coverage,
         "generations": found.generations,
         "ranks": [view.record() for view in views],
@@ -184,16 +197,12 @@ def _folded(
         "comparison": comparison.record(),
         "layers": layers.records(comparison.of_series(), comparison.combined()),
     }
-    files = {SUMMARY_FILE: table.encoded(), STEPS_FILE: ranks.steps.encoded()}
-    large_files = {COMPARISON_FILE: comparison.file()}
     # In a thread of its own: Ctrl-C comes before the first file is replaced, or after the last one.
     with ThreadPoolExecutor(1) as writer:
         # A thread that runs already is waited for wherever the interruption comes.
         writer.submit(int).result()
-        written = writer.submit(
-            _written, plan, output, result, files, large_files, is_complete=found.is_complete
-        )
-        return written.result()
+        writer.submit(write_together, storage, tables, result).result()
+    return MergeResult(result, storage.url, found.is_complete, storage)
 
 
 def _require_presence(plan: MergePlan, set_aside: Collection[SetAside]) -> None:
@@ -317,33 +326,3 @@ def _run_section(plan: MergePlan) -> dict[str, object]:
         "ranks_were_chosen": plan.asked_ranks is not None,
         "folders": len(plan.sources),
     }
-
-
-def _written(
-    plan: MergePlan,
-    output: str | None,
-    result: dict[str, object],
-    files: Mapping[str, bytes],
-    large_files: Mapping[str, Path],
-    *,
-    is_complete: bool,
-) -> MergeResult:
-    if output is None:
-        storage = plan.storages[0].child(MERGED)
-    else:
-        storage = open_storage(output, plan.sources[0].storage_options)
-    try:
-        for name, data in files.items():
-            storage.replace(name, data)
-        for name, path in large_files.items():
-            storage.replace_with_file(name, path)
-        # Last, so that a result never speaks of a file that is not there.
-        storage.replace(RESULT_FILE, encode_document(result))
-    except TorchInstrumentsError:
-        raise
-    except OSError as error:
-        raise StorageError(
-            f"the result could not be written to {storage.url} ({error.strerror or error}); make room there, "
-            f"or give another folder with --output, in Python output="
-        ) from error
-    return MergeResult(result, storage.url, is_complete, storage)

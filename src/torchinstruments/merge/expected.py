@@ -52,9 +52,9 @@ def _expectation(run: RunRecord, generation: GenerationRecord, room: int) -> Exp
     observing = {member.rank for member in generation.members if member.observing}
     silent = {member.rank for member in generation.members if not member.observing}
     ranks = ((by_policy or set()) | observing) - silent
-    return Expectation(
-        generation.generation, tuple(sorted(ranks)), by_policy is not None or generation.members_complete
-    )
+    # A list that says it is complete and names fewer ranks than there are is not.
+    is_complete = generation.members_complete and len(observing | silent) >= generation.world_size
+    return Expectation(generation.generation, tuple(sorted(ranks)), by_policy is not None or is_complete)
 
 
 def _policy_ranks(policy: str, world_size: int, room: int) -> set[int] | None:

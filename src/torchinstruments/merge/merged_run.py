@@ -1,5 +1,6 @@
 """A run as its last merge left it: what is read of ``result.json``, and ``summary.parquet`` rank by rank."""
 
+import hashlib
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,9 +43,15 @@ class _Layer(msgspec.Struct):
     type: str | None
 
 
+class _File(msgspec.Struct):
+    file: str
+    sha256: str
+
+
 class _Result(msgspec.Struct):
     schema_version: int
     run: _Run
+    files: list[_File]
     coverage: _Coverage
     generations: list[_Generation]
     layers: list[_Layer]
@@ -122,6 +129,13 @@ def open_merged(url: str, storage_options: Mapping[str, object] | None) -> Merge
         data = storage.read(SUMMARY_FILE)
     except FileNotFoundError:
         raise _not_merged(storage) from None
+    if hashlib.sha256(data).hexdigest() not in {
+        one.sha256 for one in result.files if one.file == SUMMARY_FILE
+    }:
+        raise RunFormatError(
+            f"{SUMMARY_FILE} in {storage.url.rstrip('/')} is not the one that {RESULT_FILE} beside it was "
+            f"written with, for a merge ended halfway or runs now, or a file was changed; merge the run again"
+        )
     file, groups = _opened(data, storage)
     return MergedRun(
         url=storage.url.rstrip("/"),

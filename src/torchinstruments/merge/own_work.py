@@ -90,6 +90,7 @@ class TimingsTally:
     """Gathers the times of one rank (worker)."""
 
     def __init__(self) -> None:
+        # A generation without times stands here, too, so that it can be told why nothing is said of it.
         self._chosen: dict[int, _Chosen] = {}
 
     def add(
@@ -106,9 +107,11 @@ class TimingsTally:
         # The first attempt of a process has none before it, and so no gap.
         is_timed = (attempt > 0) & np.isfinite(times).all(axis=0)
         positions, clocks = texts_of(batch.column("clock"))
-        for one in np.unique(generation[is_timed]).tolist():
+        for one in np.unique(generation).tolist():
             rows = is_timed & (generation == one)
             chosen = self._chosen.setdefault(one, _Chosen())
+            if not rows.any():
+                continue
             chosen.clocks |= {clocks[place] for place in np.unique(positions[rows]).tolist()}
             chosen.add(attempt[rows], times[:, rows])
 
@@ -145,15 +148,17 @@ class OwnWorkFold:
 
     def _generation(self, generation: int, late: dict[int, list[int]]) -> dict[str, object]:
         """Returns the record of a generation; one that can be judged has its late ranks put into `late`."""
-        by_rank = self._timings[generation]
+        by_rank = {rank: one for rank, one in self._timings[generation].items() if len(one.attempt)}
         ranks = list(by_rank)
         clocks = sorted({clock for one in by_rank.values() for clock in one.clocks})
-        common = by_rank[ranks[0]].attempt
+        common = by_rank[ranks[0]].attempt if ranks else np.zeros(0, np.int64)
         for one in by_rank.values():
             if not np.array_equal(one.attempt, common):
                 common = np.intersect1d(common, one.attempt, assume_unique=True)
         reason = ""
-        if len(ranks) < 2:
+        if not ranks:
+            reason = "no_timed_attempts"
+        elif len(ranks) < 2:
             reason = "single_rank"
         elif len(clocks) > 1:
             reason = "clock_differs"

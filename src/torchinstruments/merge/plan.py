@@ -11,7 +11,7 @@ from torchinstruments.merge.sources import Source, opened
 from torchinstruments.merge.tasks import RankTask
 from torchinstruments.store.inventory import Inventory, take_inventory
 from torchinstruments.store.storage import Storage
-from torchinstruments.store.urls import check_url
+from torchinstruments.store.urls import check_storage_options, check_url
 
 __all__ = ["MergePlan", "plan_merge"]
 
@@ -66,6 +66,7 @@ def plan_merge(
         raise ConfigurationError("no folder was given; give the URL of at least one run")
     for url in urls:
         check_url(url)
+    check_storage_options(storage_options)
     token = uuid.uuid4().hex
     every = [Source(url, storage_options, token, number) for number, url in enumerate(dict.fromkeys(urls))]
     given = [opened(source) for source in every]

@@ -41,9 +41,9 @@ class MergeResult:
     """One answer from the folders of many ranks.
 
     Attributes:
-        result: ``merged/result.json`` as it was written: ``schema_version``, ``run``, ``coverage``,
-            ``generations``, ``ranks``, ``steps``, ``replicas``, ``first_nonfinite``, ``findings``,
-            ``own_work``, ``comparison``, ``layers``.
+        result: ``merged/result.json`` as it was written: ``schema_version``, ``run``, ``files``,
+            ``coverage``, ``generations``, ``ranks``, ``steps``, ``replicas``, ``first_nonfinite``,
+            ``findings``, ``own_work``, ``comparison``, ``layers``.
         url: Folder that holds ``result.json`` and its tables, without secrets.
         complete: Whether nothing that was expected is missing, and nothing was set aside.
     """

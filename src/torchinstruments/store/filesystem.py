@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torchinstruments.store.local import LocalStorage
 from torchinstruments.store.storage import FileInfo, Storage
-from torchinstruments.store.urls import check_url, is_remote, redact
+from torchinstruments.store.urls import check_storage_options, check_url, is_remote, redact
 
 __all__ = ["DEFAULT_TIMEOUT_S", "FileInfo", "LocalStorage", "Storage", "is_remote", "open_storage", "redact"]
 
@@ -36,6 +36,7 @@ def open_storage(
             not installed, with the package to install.
     """
     check_url(url)
+    check_storage_options(storage_options)
     if not is_remote(url):
         return LocalStorage(url)
     from torchinstruments.store.remote import open_remote

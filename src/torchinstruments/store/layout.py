@@ -29,6 +29,8 @@ __all__ = [
     "PartName",
     "checks_file",
     "generation_file",
+    "is_folder_of_no_rank",
+    "is_parts_folder",
     "is_rank_folder_beyond",
     "manifest_file",
     "may_hold_files",
@@ -101,6 +103,20 @@ def is_rank_folder_beyond(name: str) -> bool:
     return _RANK.fullmatch(name) is not None and parse_rank_folder(name) is None
 
 
+def is_parts_folder(name: str) -> bool:
+    """Returns whether a folder is named like one that holds the parts of a table."""
+    return name.endswith(_PARTS) and name.removesuffix(_PARTS) in TABLES
+
+
+def is_folder_of_no_rank(name: str) -> bool:
+    """Returns whether a folder is called like that of a rank, and by no number of one, such as ``rank-x``."""
+    return _is_called_rank(name) and _RANK.fullmatch(name) is None
+
+
+def _is_called_rank(folder: str) -> bool:
+    return folder.startswith("rank-") and "/" not in folder
+
+
 def part_file(folder: str, table: str, process: str, sequence: int) -> str:
     """Returns the path of a part."""
     return _join(folder, f"{table}.parts/part-{process}-{sequence:06d}.parquet")
@@ -162,9 +178,9 @@ def may_hold_files(folder: str) -> bool:
     What else lies there, `TENSORBOARD` and `MERGED` among it, has nothing that a reader of the run looks at.
     """
     above, _, name = folder.rpartition("/")
-    if name.removesuffix(_PARTS) in TABLES and name.endswith(_PARTS):
-        return not above or _RANK.fullmatch(above) is not None
-    return not above and (name == GENERATIONS or _RANK.fullmatch(name) is not None)
+    if is_parts_folder(name):
+        return not above or _is_called_rank(above)
+    return not above and (name == GENERATIONS or _is_called_rank(name))
 
 
 def tensorboard_file(folder: str, name: str) -> str:

@@ -12,7 +12,7 @@ import shutil
 import stat
 import tempfile
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -131,16 +131,23 @@ class LocalStorage:
             os.replace(temporary, target)
             sync_folder(os.path.dirname(target))
 
-    def replace_with_file(self, path: str, source: Path) -> None:
-        """Writes what a file of this host holds, in place of the old one, in one step."""
-        target = self._absolute(path)
-        with (
-            _explained(target, "writing"),
-            source.open("rb") as file,
-            self._temporary(target, file) as temporary,
-        ):
-            os.replace(temporary, target)
-            sync_folder(os.path.dirname(target))
+    def replace_together(self, files: Mapping[str, bytes | Path]) -> None:
+        """Writes files in place of the old ones, once all of them are durable under temporary names."""
+        with contextlib.ExitStack() as stack:
+            ready: list[tuple[str, str]] = []
+            for path, data in files.items():
+                target = self._absolute(path)
+                with _explained(target, "writing"):
+                    if os.path.isdir(target):
+                        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
+                    source = data if isinstance(data, bytes) else stack.enter_context(data.open("rb"))
+                    ready.append((stack.enter_context(self._temporary(target, source)), target))
+            for temporary, target in ready:
+                with _explained(target, "writing"):
+                    os.replace(temporary, target)
+            for folder in dict.fromkeys(os.path.dirname(target) for _, target in ready):
+                with _explained(folder, "writing"):
+                    sync_folder(folder)
 
     def list(self, path: str = "") -> Listing:
         """Returns what lies directly in a folder, sorted by path."""

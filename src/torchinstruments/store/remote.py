@@ -263,16 +263,23 @@ class FsspecStorage:
         with self._explained(path, "writing"):
             self._with_folder(self._key(path), self._filesystem.pipe_file, data)
 
-    def replace_with_file(self, path: str, source: Path) -> None:
-        """Writes what a file of this host holds; a large one in pieces that appear together.
+    def replace_together(self, files: Mapping[str, bytes | Path]) -> None:
+        """Writes files in place of the old ones, one after the other; a large one in pieces.
 
         Args:
-            path: The file, relative to the folder.
-            source: The file on this host; it stays.
+            files: Path relative to the folder to what comes to lie there; a file on this host stays.
 
         Raises:
-            StorageError: The store refused or did not answer; the old file may stand, or the new one.
+            StorageError: The store refused or did not answer; files may stand from before and from now.
         """
+        for path, data in files.items():
+            if isinstance(data, bytes):
+                self.replace(path, data)
+            else:
+                self._replace_with_file(path, data)
+
+    def _replace_with_file(self, path: str, source: Path) -> None:
+        """Writes what a file of this host holds; pieces of a large one appear together."""
         key = self._key(path)
         extra_s = source.stat().st_size / _UPLOAD_BYTES_PER_S
         with self._explained(path, "writing"):

@@ -113,11 +113,7 @@ class FileSorter:
             return False
         if file.info.is_folder:
             return False
-        top = file.info.path.partition("/")[0]
-        if top != file.name and layout.is_rank_folder_beyond(top):
-            self._not_files.add(
-                SetAside(file.source, top, f"misplaced: there is no rank above {layout.MAX_RANK}")
-            )
+        if self._is_of_no_rank(file):
             return False
         if file.folder == layout.GENERATIONS:
             if layout.parse_generation(file.name) is None:
@@ -137,6 +133,22 @@ class FileSorter:
         if file.folder and not _is_known(file.name):
             self._note_strange(file)
         return file.folder == "" and file.name == layout.RUN_FILE
+
+    def _is_of_no_rank(self, file: LocatedFile) -> bool:
+        """Returns whether a file's folder is called like a rank's and is none; the folder is noted."""
+        top, inside, _ = file.info.path.partition("/")
+        if not inside:
+            return False
+        if layout.is_rank_folder_beyond(top):
+            reason = f"misplaced: there is no rank above {layout.MAX_RANK}"
+            self._not_files.add(SetAside(file.source, top, reason))
+            return True
+        if not layout.is_folder_of_no_rank(top):
+            return False
+        if not file.name.startswith("."):
+            # Told once, by its own name: no number says whose its files are.
+            self.strange.add((file.source, top))
+        return True
 
     def _take_part(self, file: LocatedFile, rank_folder: str, table: str) -> bool:
         if table not in layout.TABLES or (rank_folder and layout.parse_rank_folder(rank_folder) is None):

@@ -4,7 +4,7 @@ Paths are relative to the storage's root, with ``/`` between segments. Data is w
 half-written file where a reader looks. There is no delete: nothing that a run has stored is ever taken away.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeAlias
@@ -75,12 +75,15 @@ class Storage(Protocol):
         """Writes a file, in place of the old one if there is one, in one step (writer thread, uploader)."""
         ...
 
-    def replace_with_file(self, path: str, source: Path) -> None:
-        """Writes what a file of this host holds as `replace` does, without holding it in memory (offline).
+    def replace_together(self, files: Mapping[str, bytes | Path]) -> None:
+        """Writes files that belong together in place of the old ones, in the order given (offline).
+
+        On a local folder all are durable under temporary names before the first one is replaced, so that a
+        full disk leaves the old ones as they were. A store writes one after the other, each in one step.
 
         Args:
-            path: The file, relative to the root.
-            source: The file on this host; it stays.
+            files: Path relative to the root to what comes to lie there: bytes, or a file on this host,
+                which stays and is not held in memory.
         """
         ...
 

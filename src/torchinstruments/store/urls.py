@@ -16,6 +16,7 @@ from torchinstruments.store.texts import encodable
 
 __all__ = [
     "beside",
+    "check_storage_options",
     "check_url",
     "check_writable",
     "is_remote",
@@ -125,6 +126,21 @@ def check_url(url: str) -> None:
                 f"take as a part of the name; leave it out, and give settings in storage_options"
             )
     _require_place(url)
+
+
+def check_storage_options(storage_options: object) -> None:
+    """Refuses settings of a store that are none; their values may be secret, so that only the type is shown.
+
+    Raises:
+        ConfigurationError: It is no mapping from text.
+    """
+    if storage_options is None:
+        return
+    if not isinstance(storage_options, Mapping) or not all(isinstance(name, str) for name in storage_options):
+        raise ConfigurationError(
+            f"storage_options is of type {type(storage_options).__name__} and no mapping from names to "
+            f"values; give a dict such as {{'key': ..., 'secret': ...}}, or None"
+        )
 
 
 def check_writable(url: str) -> None:

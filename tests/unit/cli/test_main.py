@@ -210,6 +210,25 @@ def test_what_is_not_known_says_why(tmp_path: Path, capsys: pytest.CaptureFixtur
     ]
 
 
+def test_what_a_run_that_goes_on_may_still_write_is_not_known_yet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before its first rows nobody can say that a run takes no fingerprints, and no steps."""
+    run = whole_run(tmp_path / "run")
+    run.manifest(1, process_of(1), status="running", written_at=datetime.now(UTC).isoformat())
+    assert main(["merge", run.url]) == 1
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()[1:5]]
+    assert lines == [
+        "same steps   not known yet: no attempt is there of two ranks",
+        (
+            "replicas     not known yet: none of the ranks, which still run, has written fingerprints "
+            "(fingerprints=True takes them)"
+        ),
+        "nonfinite    not known yet: no statistic of this run tells",
+        "late         not known yet: none of the ranks, which still run, has written steps",
+    ]
+
+
 def _found(
     code: str, severity: Severity, names: tuple[str, ...] = ("fc.weight",), attempt: int = 3
 ) -> dict[str, object]:
