@@ -130,7 +130,8 @@ class _Extremum:
         found, value = best[columns], grid.value
         places = _first_rows((value if len(columns) == len(best) else value[:, columns]) == found)
         series = grid.series[columns]
-        self.value[series] = sign * found
+        # Of zeros with both signs that of the row.
+        self.value[series] = sign * value[places, columns]
         self.sample_id[series] = grid.sample_id[places]
         self.timestamp_us[series] = grid.timestamp_us[places, columns]
 
