@@ -243,7 +243,7 @@ def test_the_command_line_merges_on_a_cluster(
     run = whole_run(tmp_path / "run", 3)
     file = tmp_path / "scheduler.json"
     address = cluster.scheduler.address
-    # What `Client.write_scheduler_file` writes too, beside metrics whose keys are no JSON once tasks have failed.
+    # As `Client.write_scheduler_file` has it, without metrics, whose keys are no JSON once a task failed.
     file.write_text(json.dumps({"type": "Scheduler", "address": address}))
     assert main(["merge", run.url, "--output", str(tmp_path / "a"), "--scheduler", address]) == 0
     named = ["--executor", "dask", "--scheduler-file", str(file)]
