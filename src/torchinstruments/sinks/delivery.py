@@ -256,7 +256,12 @@ class Delivery:
         self._requests.put(request)
         if self._has_died:
             return False  # the thread ended in between, and may not have seen the request
-        return request.done.wait(timeout_s) and request.durable
+        end_s = time.monotonic() + timeout_s
+        # In slices: a thread that ends with the request in its hands answers nobody.
+        while not request.done.wait(min(_SLEEP_S, max(end_s - time.monotonic(), 0.0))):
+            if self._has_died or time.monotonic() >= end_s:
+                return False
+        return request.durable
 
     def close(self, timeout_s: float, *, complete: bool = True) -> bool:
         """Hands over what waits, closes the sinks and ends the thread; further calls wait for the same end.
