@@ -2,11 +2,12 @@
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from torchinstruments.cli.command import Command, add_reading_arguments, storage_options
 from torchinstruments.cli.console import count_text, print_table, shown_text
+from torchinstruments.cli.document import Record, as_integer, as_list, as_number, as_record, as_records
 from torchinstruments.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ CONDITION_MET = 3
 _MAX_NAMED_LAYERS = 5
 _NUM_LARGEST = 20
 
-_Record = Mapping[str, object]
 
 _MEASURE_TEXTS = {
     "recent_window": "mean of the last samples of each series",
@@ -109,49 +109,49 @@ def _limits(texts: Sequence[str]) -> dict[str, float]:
 def _print_comparison(compared: "RunComparison", file: TextIO) -> None:
     result = compared.result
     for side in ("a", "b"):
-        print(shown_text(_side_text(side.upper(), _record(result[side]))), file=file)
+        print(shown_text(_side_text(side.upper(), as_record(result[side]))), file=file)
     is_by_rank = result["compared_by"] == "rank"
-    for name, text in (*_series_lines(result), *_layer_lines(_record(result["layers"]))):
+    for name, text in (*_series_lines(result), *_layer_lines(as_record(result["layers"]))):
         print(f"  {name:<12} {shown_text(text)}", file=file)
     for name in ("lost_values", "gained_values"):
         for text in _one_sided_lines(result, name):
             print(f"  {name.replace('_', ' '):<12} {shown_text(text)}", file=file)
-    for condition in _records(result["conditions"]):
+    for condition in as_records(result["conditions"]):
         print(f"  {'condition':<12} {shown_text(_condition_text(condition))}", file=file)
     _print_largest(result, file, is_by_rank=is_by_rank)
 
 
-def _side_text(name: str, side: _Record) -> str:
+def _side_text(name: str, side: Record) -> str:
     state = "complete" if side["complete"] else "NOT COMPLETE when it was merged"
     ranks = side["ranks"] or "none"
-    world = count_text(_integer(side["world_size"]), "rank")
+    world = count_text(as_integer(side["world_size"]), "rank")
     return f"{name}: run {side['run_id']}, {world}, series of {ranks}, {state}, {side['url']}"
 
 
-def _series_lines(result: _Record) -> list[tuple[str, str]]:
-    series = _record(result["series"])
+def _series_lines(result: Record) -> list[tuple[str, str]]:
+    series = as_record(result["series"])
     how = f"rank by rank ({result['ranks_compared']})"
     if result["compared_by"] != "rank":
         reason = _REASON_TEXTS[str(result["not_by_rank_reason"])]
         how = f"lowest and highest over ranks, for {reason}"
-    text = f"{count_text(_integer(series['compared']), 'series', 'series')} {how}"
+    text = f"{count_text(as_integer(series['compared']), 'series', 'series')} {how}"
     lines = [("compared", f"{text}; {_MEASURE_TEXTS[str(result['measure'])]}")]
     if result["compared_by"] == "rank":
         only = ((side, result[f"ranks_only_in_{side}"]) for side in ("a", "b"))
         lines += [(f"only in {side.upper()}", f"ranks {ranks}") for side, ranks in only if ranks]
     for side in ("a", "b"):
-        number = _integer(series[f"only_in_{side}"])
+        number = as_integer(series[f"only_in_{side}"])
         if number:
             lines.append((f"only in {side.upper()}", count_text(number, "series", "series")))
-    for reason, number in _record(series["not_compared"]).items():
-        lines.append(("not compared", f"{count_text(_integer(number), 'series', 'series')}: {reason}"))
+    for reason, number in as_record(series["not_compared"]).items():
+        lines.append(("not compared", f"{count_text(as_integer(number), 'series', 'series')}: {reason}"))
     return lines
 
 
-def _layer_lines(layers: _Record) -> list[tuple[str, str]]:
+def _layer_lines(layers: Record) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
     for name in ("added", "removed", "type_changed"):
-        found = _records(layers[name])
+        found = as_records(layers[name])
         if found:
             named = ", ".join(_layer_text(one) for one in found[:_MAX_NAMED_LAYERS])
             more = len(found) - _MAX_NAMED_LAYERS
@@ -160,19 +160,19 @@ def _layer_lines(layers: _Record) -> list[tuple[str, str]]:
     return lines
 
 
-def _layer_text(layer: _Record) -> str:
+def _layer_text(layer: Record) -> str:
     name = str(layer["layer"]) or "(root)"
     if "type_a" in layer:
         return f"{name} ({layer['type_a']} in A, {layer['type_b']} in B)"
     return f"{name} ({layer['type']})" if layer["type"] else name
 
 
-def _one_sided_lines(result: _Record, name: str) -> list[str]:
-    number = _integer(_record(result["series"])[name])
+def _one_sided_lines(result: Record, name: str) -> list[str]:
+    number = as_integer(as_record(result["series"])[name])
     if not number:
         return []
     text = count_text(number, "series", "series")
-    shown = _records(result[name])
+    shown = as_records(result[name])
     if not shown:
         return [text]
     first = shown[0]
@@ -181,28 +181,28 @@ def _one_sided_lines(result: _Record, name: str) -> list[str]:
     return [f"{text}, first {_series_text(first)}{where}"]
 
 
-def _series_text(one: _Record) -> str:
+def _series_text(one: Record) -> str:
     return f"{_layer_name(one)} {_signal_text(one)} {one['metric']}"
 
 
-def _layer_name(one: _Record) -> str:
+def _layer_name(one: Record) -> str:
     name = str(one["layer"]) or "(root)"
     return f"{name} call {one['call_index']}" if one["call_index"] else name
 
 
-def _signal_text(one: _Record) -> str:
+def _signal_text(one: Record) -> str:
     text = f"{one['signal']} {one['stage']}".rstrip()
     return text if one["tensor_path"] in {"output", "grad_output"} else f"{text} {one['tensor_path']}"
 
 
-def _condition_text(condition: _Record) -> str:
-    text = f"{condition['metric']} by at most {_number(condition['max_change']):.4g}: "
+def _condition_text(condition: Record) -> str:
+    text = f"{condition['metric']} by at most {as_number(condition['max_change']):.4g}: "
     if condition["met"] is None:
         return f"{text}NOT JUDGED, nothing was compared"
-    beyond, lost = _integer(condition["series_beyond"]), _integer(condition["series_lost_values"])
-    compared = count_text(_integer(condition["series_compared"]), "series", "series")
+    beyond, lost = as_integer(condition["series_beyond"]), as_integer(condition["series_lost_values"])
+    compared = count_text(as_integer(condition["series_compared"]), "series", "series")
     largest = condition["largest_change"]
-    tail = "" if largest is None else f", the largest {_number(largest):.4g}"
+    tail = "" if largest is None else f", the largest {as_number(largest):.4g}"
     if not condition["met"]:
         return f"{text}held, {compared}{tail}"
     parts = [f"{beyond:,} of {compared} beyond"] if beyond else []
@@ -211,54 +211,30 @@ def _condition_text(condition: _Record) -> str:
     return f"{text}{verdict}, {' and '.join(parts)}{tail}"
 
 
-def _print_largest(result: _Record, file: TextIO, *, is_by_rank: bool) -> None:
-    largest = _records(result["largest_changes"])[:_NUM_LARGEST]
+def _print_largest(result: Record, file: TextIO, *, is_by_rank: bool) -> None:
+    largest = as_records(result["largest_changes"])[:_NUM_LARGEST]
     if not largest:
         return
     rows = []
     for one in largest:
         cells = _cells_by_rank(one) if is_by_rank else _cells_by_range(one)
-        beside = ", ".join(str(name) for name in _list(one["differs_in"]))
-        change = f"{_number(one['change']):.2%}"
+        beside = ", ".join(str(name) for name in as_list(one["differs_in"]))
+        change = f"{as_number(one['change']):.2%}"
         rows.append([_layer_name(one), _signal_text(one), str(one["metric"]), beside, *cells, change])
-    changed = _integer(_record(result["series"])["changed"])
+    changed = as_integer(as_record(result["series"])["changed"])
     of = f"the first {len(largest)} of {count_text(changed, 'series', 'series')} that changed"
     print(f"\nlargest changes, {of}; change = |b - a| / larger magnitude of the two", file=file)
     headings = ["layer", "signal", "metric", "differs in", "rank", "A", "B", "change"]
     print_table(headings, rows, file=file, num_text_columns=4)
 
 
-def _cells_by_rank(one: _Record) -> list[str]:
-    pair = _record(one["largest"])
-    return [str(pair["rank"]), *(f"{_number(_record(pair[side])['value']):.4g}" for side in ("a", "b"))]
+def _cells_by_rank(one: Record) -> list[str]:
+    pair = as_record(one["largest"])
+    return [str(pair["rank"]), *(f"{as_number(as_record(pair[side])['value']):.4g}" for side in ("a", "b"))]
 
 
-def _cells_by_range(one: _Record) -> list[str]:
-    end = "lowest" if _record(one["lowest"])["change"] == one["change"] else "highest"
-    pair = _record(one[end])
-    a, b = _record(pair["a"]), _record(pair["b"])
-    return [f"{end} {a['rank']}, {b['rank']}", *(f"{_number(side['value']):.4g}" for side in (a, b))]
-
-
-def _record(value: object) -> _Record:
-    assert isinstance(value, Mapping)
-    return value
-
-
-def _list(value: object) -> Sequence[object]:
-    assert isinstance(value, Sequence)
-    return value
-
-
-def _records(value: object) -> list[_Record]:
-    return [_record(one) for one in _list(value)]
-
-
-def _integer(value: object) -> int:
-    assert isinstance(value, int)
-    return value
-
-
-def _number(value: object) -> float:
-    assert isinstance(value, (int, float))
-    return float(value)
+def _cells_by_range(one: Record) -> list[str]:
+    end = "lowest" if as_record(one["lowest"])["change"] == one["change"] else "highest"
+    pair = as_record(one[end])
+    a, b = as_record(pair["a"]), as_record(pair["b"])
+    return [f"{end} {a['rank']}, {b['rank']}", *(f"{as_number(side['value']):.4g}" for side in (a, b))]

@@ -2,11 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from torchinstruments.cli.command import Command, add_place_arguments, storage_options
 from torchinstruments.cli.console import ProgressLine, count_text, print_table, shown_text
+from torchinstruments.cli.document import Record, as_integer, as_list, as_number, as_record, as_records
 from torchinstruments.cli.executors import add_executor_arguments, chosen_executor
 from torchinstruments.cli.findings import finding_lines
 from torchinstruments.cli.folders import open_folders, print_runs_beside
@@ -20,8 +20,6 @@ _MAX_NAMED_FILES = 10
 _NUM_WIDEST = 5
 _WIDEST_METRIC = "std"
 """Statistic of the table of widest layers; where a run has none, its first one."""
-
-_Record = Mapping[str, object]
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,11 +80,11 @@ COMMAND = Command(
 
 def _print_summary(merged: "MergeResult", file: TextIO) -> int:
     """Prints what came of a merge; returns how many samples there are."""
-    coverage = _record(merged.result["coverage"])
-    run = _record(merged.result["run"])
-    processes = _records(merged.result["ranks"])
-    rows = sum(_integer(process["rows"]) for process in processes)
-    samples = sum(_integer(process["samples"]) for process in processes)
+    coverage = as_record(merged.result["coverage"])
+    run = as_record(merged.result["run"])
+    processes = as_records(merged.result["ranks"])
+    rows = sum(as_integer(process["rows"]) for process in processes)
+    samples = sum(as_integer(process["samples"]) for process in processes)
     print(
         f"run {shown_text(str(run['run_id']))}: {_headline(samples, is_complete=merged.complete)}", file=file
     )
@@ -104,7 +102,7 @@ def _headline(num_samples: int, *, is_complete: bool) -> str:
     return "NOT COMPLETE" if num_samples else "NOT COMPLETE, and no sample was found"
 
 
-def _coverage_lines(coverage: _Record) -> list[tuple[str, str]]:
+def _coverage_lines(coverage: Record) -> list[tuple[str, str]]:
     from torchinstruments.merge.rank_sets import ranks_text
 
     present = _integers(coverage["present_ranks"])
@@ -115,8 +113,8 @@ def _coverage_lines(coverage: _Record) -> list[tuple[str, str]]:
             lines.append((name, f"{count_text(len(ranks), 'rank')} ({ranks_text(ranks)})"))
     if not coverage["expected_ranks_known"]:
         lines.append(("expected", "not known in full: the rank policy does not tell which ranks observe"))
-    for overlap in _records(coverage["overlapping_ranks"]):
-        processes = ", ".join(str(one) for one in _list(overlap["processes"]))
+    for overlap in as_records(coverage["overlapping_ranks"]):
+        processes = ", ".join(str(one) for one in as_list(overlap["processes"]))
         where = f"rank {overlap['rank']} of generation {overlap['generation']}"
         how = "by several processes, which gave out the same sample ids"
         if not overlap["same_sample_ids"]:
@@ -128,50 +126,50 @@ def _coverage_lines(coverage: _Record) -> list[tuple[str, str]]:
         lines.append(("unverified", f"{ranks}: began without an answer of leader or store"))
     lines += _file_lines(coverage)
     for noun, key in (("dropped", "rows_dropped"), ("foreign", "foreign_parts")):
-        number = _integer(coverage[key])
+        number = as_integer(coverage[key])
         if number:
             lines.append((noun, count_text(number, "row" if noun == "dropped" else "part of another run")))
-    for host, rows in _record(coverage["rows_in_spool"]).items():
-        lines.append(("in spool", f"{count_text(_integer(rows), 'row')} still on host {host}"))
-    lines += _alignment_lines(_record(coverage["alignment"]))
+    for host, rows in as_record(coverage["rows_in_spool"]).items():
+        lines.append(("in spool", f"{count_text(as_integer(rows), 'row')} still on host {host}"))
+    lines += _alignment_lines(as_record(coverage["alignment"]))
     return lines
 
 
-def _file_lines(coverage: _Record) -> list[tuple[str, str]]:
-    quarantined = _records(coverage["quarantined"])
+def _file_lines(coverage: Record) -> list[tuple[str, str]]:
+    quarantined = as_records(coverage["quarantined"])
     lines = [("set aside", f"{one['file']}: {one['reason']}") for one in quarantined[:_MAX_NAMED_FILES]]
     if len(quarantined) > _MAX_NAMED_FILES:
         more = len(quarantined) - _MAX_NAMED_FILES
         lines.append(("set aside", f"{count_text(more, 'more file')}, named in result.json"))
-    for one in _records(coverage["missing_parts"]):
-        parts = count_text(_integer(one["parts"]), "part")
+    for one in as_records(coverage["missing_parts"]):
+        parts = count_text(as_integer(one["parts"]), "part")
         lines.append(("lost", f"{parts} of {one['table']} of rank {one['rank']}, process {one['process']}"))
-    disagreements = _records(coverage["disagreements"])
+    disagreements = as_records(coverage["disagreements"])
     if disagreements:
-        rows = sum(_integer(one["rows"]) for one in disagreements)
+        rows = sum(as_integer(one["rows"]) for one in disagreements)
         first = disagreements[0]
         text = f"{count_text(rows, 'row')}, first in {first['file']}: {first['column']} {first['found']}"
         lines.append(("disagree", f"{text} where {first['expected']} is due"))
     return lines
 
 
-def _alignment_lines(alignment: _Record) -> list[tuple[str, str]]:
+def _alignment_lines(alignment: Record) -> list[tuple[str, str]]:
     """Returns how samples line up between ranks; nothing where fewer than two ranks have any."""
     share = alignment["share_common_to_all_ranks"]
-    num_ranks = _integer(alignment["ranks"])
+    num_ranks = as_integer(alignment["ranks"])
     if num_ranks < 2 or not isinstance(share, float):
         return []
-    samples = count_text(_integer(alignment["samples"]), "sample")
+    samples = count_text(as_integer(alignment["samples"]), "sample")
     by = ", ".join(_texts(alignment["key"]))
     return [("aligned", f"{samples} by {by}; {share:.1%} common to {count_text(num_ranks, 'rank')}")]
 
 
 def _print_widest(merged: "MergeResult", file: TextIO) -> None:
     """Prints the tensors whose ranks lie furthest apart at one forward, relative to the size of the value."""
-    run = _record(merged.result["run"])
+    run = as_record(merged.result["run"])
     statistics = _texts(run["statistics"])
     metric = _WIDEST_METRIC if _WIDEST_METRIC in statistics else next(iter(statistics), _WIDEST_METRIC)
-    rows = [row for layer in _records(merged.result["layers"]) for row in _spreads(layer, metric)]
+    rows = [row for layer in as_records(merged.result["layers"]) for row in _spreads(layer, metric)]
     rows.sort(key=_by_spread)
     if not rows:
         return
@@ -192,16 +190,16 @@ def _print_widest(merged: "MergeResult", file: TextIO) -> None:
     print_table(headings, cells, file=file, num_text_columns=2)
 
 
-def _spreads(layer: _Record, metric: str) -> list[tuple[float, str, str, _Record]]:
+def _spreads(layer: Record, metric: str) -> list[tuple[float, str, str, Record]]:
     """Returns spread, name, signal and cell of each tensor that two ranks have at one forward."""
-    found: list[tuple[float, str, str, _Record]] = []
-    for tensor in _records(layer["tensors"]):
-        for statistic in _records(tensor["statistics"]):
-            furthest = _record(statistic["across_ranks"])["furthest"]
+    found: list[tuple[float, str, str, Record]] = []
+    for tensor in as_records(layer["tensors"]):
+        for statistic in as_records(tensor["statistics"]):
+            furthest = as_record(statistic["across_ranks"])["furthest"]
             if statistic["metric"] != metric or furthest is None:
                 continue
-            cell = _record(furthest)
-            low, high = (_number(_record(cell[name])["value"]) for name in ("lowest", "highest"))
+            cell = as_record(furthest)
+            low, high = (as_number(as_record(cell[name])["value"]) for name in ("lowest", "highest"))
             size = max(abs(low), abs(high))
             name = str(layer["layer"]) or "(root)"
             if tensor["call_index"]:
@@ -215,50 +213,26 @@ def _spreads(layer: _Record, metric: str) -> list[tuple[float, str, str, _Record
     return found
 
 
-def _by_spread(row: tuple[float, str, str, _Record]) -> tuple[float, str, str]:
+def _by_spread(row: tuple[float, str, str, Record]) -> tuple[float, str, str]:
     return (-row[0], row[1], row[2])
 
 
-def _forward_cells(cell: _Record) -> list[str]:
+def _forward_cells(cell: Record) -> list[str]:
     forward = cell["forward_in_attempt"] if cell["forward_index"] is None else cell["forward_index"]
     return ["-" if one is None else str(one) for one in (cell["generation"], cell["attempt"], forward)]
 
 
-def _extreme_cells(cell: _Record) -> list[str]:
+def _extreme_cells(cell: Record) -> list[str]:
     cells: list[str] = []
     for name in ("lowest", "highest"):
-        one = _record(cell[name])
-        cells += [f"{_number(one['value']):.4g}", str(one["rank"])]
+        one = as_record(cell[name])
+        cells += [f"{as_number(one['value']):.4g}", str(one["rank"])]
     return cells
 
 
-def _record(value: object) -> _Record:
-    assert isinstance(value, Mapping)
-    return value
-
-
-def _list(value: object) -> Sequence[object]:
-    assert isinstance(value, Sequence)
-    return value
-
-
-def _records(value: object) -> list[_Record]:
-    return [_record(one) for one in _list(value)]
-
-
-def _integer(value: object) -> int:
-    assert isinstance(value, int)
-    return value
-
-
 def _integers(value: object) -> list[int]:
-    return [_integer(one) for one in _list(value)]
+    return [as_integer(one) for one in as_list(value)]
 
 
 def _texts(value: object) -> list[str]:
-    return [str(one) for one in _list(value)]
-
-
-def _number(value: object) -> float:
-    assert isinstance(value, (int, float))
-    return float(value)
+    return [str(one) for one in as_list(value)]
