@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+JOBS := tests/distributed tests/e2e tests/storage
 
-.PHONY: help install demo test test-system bench soak check format clean
+.PHONY: help install demo test test-rooms test-jobs test-system bench soak check format clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -21,8 +22,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train a small model on 2 ranks, merge what they wrote, print how they compare
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python launch/demo.py
 
-test: $(STAMP) ## every test that needs no root and no apt
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not system"
+test: test-rooms test-jobs ## every test that needs no root and no apt
+
+# Two halves, so that "make -j2 -Otarget test" lets one compute while the other waits for processes and stores.
+test-rooms: $(STAMP) ## the half of "test" that looks at rooms by themselves, and at the merge
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not system" $(JOBS:%=--ignore=%)
+
+test-jobs: $(STAMP) ## the half of "test" that runs ranks, jobs and stores
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not system" $(JOBS)
 
 # -P keeps the scripts' own folder, where a file is called profile.py, off the import path.
 bench: $(STAMP) ## tables of what measuring costs, as ratios; nothing in them is asserted
