@@ -14,22 +14,18 @@ was carried out. Standard library only.
 """
 
 import asyncio
-import contextlib
-import re
-import socket
-import struct
 import threading
 import time
 import types
 import urllib.parse
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, Unpack
+
+from torchinstruments.testing.fault_connection import HEAD_LIMIT_BYTES, Connection, reset
+from torchinstruments.testing.fault_rules import Fault, FaultRules, Which
 
 __all__ = ["FaultProxy", "LogEntry"]
-
-_HEAD_LIMIT_BYTES = 2**20
-_CHUNK_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,33 +47,10 @@ class LogEntry:
     body_bytes: int
 
 
-@dataclass(slots=True)
-class _Rule:
-    action: str
-    method: str | None
-    path: re.Pattern[str] | None
-    times: int | None
-    skip: int
-    code: int = 0
-    error: str = ""
-    seconds: float = 0.0
-    after_bytes: int = 0
-
-
-@dataclass(slots=True)
-class _Answer:
-    """What the way back does with the answer of the request in progress."""
-
-    drop: bool = False
-    cut_after_bytes: int | None = None
-
-
 class FaultProxy:
     """A proxy on loopback in front of one HTTP server, in a thread of this process.
 
-    Every rule takes ``method`` (``PUT``, or ``PUT|POST``; None for all), ``path`` (a regular expression that
-    is searched in path and query), ``times`` (requests that it applies to; None for all) and ``skip``
-    (matching requests that pass before it applies). The first rule that matches decides.
+    Every rule takes the keywords of `Which`. The first rule that matches decides.
 
     Args:
         upstream: Address of the server, ``http://127.0.0.1:8333``.
@@ -94,7 +67,7 @@ class FaultProxy:
         if address.scheme != "http" or address.hostname is None or address.port is None:
             raise ValueError(f"the proxy needs an upstream like http://127.0.0.1:8333, not {upstream!r}")
         self._upstream = (address.hostname, address.port)
-        self._rules: list[_Rule] = []
+        self._rules = FaultRules()
         self._log: list[LogEntry] = []
         self._lock = threading.Lock()
         self._connections: set[asyncio.StreamWriter] = set()
@@ -142,131 +115,70 @@ class FaultProxy:
         with self._lock:
             return list(self._log)
 
-    def status(
-        self,
-        code: int,
-        error: str,
-        *,
-        method: str | None = None,
-        path: str | None = None,
-        times: int | None = None,
-        skip: int = 0,
-    ) -> None:
+    def status(self, code: int, error: str, **which: Unpack[Which]) -> None:
         """Answers with an HTTP status and S3's error document, such as 503 and ``SlowDown``.
 
         Args:
             code: HTTP status.
             error: ``Code`` in the document.
-            method: Methods that it applies to, ``PUT`` or ``PUT|POST``; None for all.
-            path: Regular expression that is searched in path and query; None for all.
-            times: Requests that it applies to; None for all.
-            skip: Matching requests that pass before it applies.
+            **which: To which requests.
         """
-        self._add("status", method, path, times, skip, code=code, error=error)
+        self._rules.add(Fault("status", code=code, error=error), **which)
 
-    def reset(
-        self, *, method: str | None = None, path: str | None = None, times: int | None = None, skip: int = 0
-    ) -> None:
+    def reset(self, **which: Unpack[Which]) -> None:
         """Resets the connection before the request is passed on.
 
         Args:
-            method: Methods that it applies to, ``PUT`` or ``PUT|POST``; None for all.
-            path: Regular expression that is searched in path and query; None for all.
-            times: Requests that it applies to; None for all.
-            skip: Matching requests that pass before it applies.
+            **which: To which requests.
         """
-        self._add("reset", method, path, times, skip)
+        self._rules.add(Fault("reset"), **which)
 
-    def reset_body(
-        self,
-        after_bytes: int,
-        *,
-        method: str | None = None,
-        path: str | None = None,
-        times: int | None = None,
-        skip: int = 0,
-    ) -> None:
+    def reset_body(self, after_bytes: int, **which: Unpack[Which]) -> None:
         """Resets both connections once this much of a request's body has been passed on.
 
         Args:
             after_bytes: Bytes of the body, as they are sent (with chunk headers where it is chunked).
-            method: Methods that it applies to, ``PUT`` or ``PUT|POST``; None for all.
-            path: Regular expression that is searched in path and query; None for all.
-            times: Requests that it applies to; None for all.
-            skip: Matching requests that pass before it applies.
+            **which: To which requests.
         """
-        self._add("reset_body", method, path, times, skip, after_bytes=after_bytes)
+        self._rules.add(Fault("reset_body", after_bytes=after_bytes), **which)
 
-    def stall(
-        self, *, method: str | None = None, path: str | None = None, times: int | None = None, skip: int = 0
-    ) -> None:
+    def stall(self, **which: Unpack[Which]) -> None:
         """Accepts the request and never answers.
 
         Args:
-            method: Methods that it applies to, ``PUT`` or ``PUT|POST``; None for all.
-            path: Regular expression that is searched in path and query; None for all.
-            times: Requests that it applies to; None for all.
-            skip: Matching requests that pass before it applies.
+            **which: To which requests.
         """
-        self._add("stall", method, path, times, skip)
+        self._rules.add(Fault("stall"), **which)
 
-    def delay(
-        self,
-        seconds: float,
-        *,
-        method: str | None = None,
-        path: str | None = None,
-        times: int | None = None,
-        skip: int = 0,
-    ) -> None:
+    def delay(self, delay_s: float, **which: Unpack[Which]) -> None:
         """Passes the request on after some seconds.
 
         Args:
-            seconds: How long to wait first.
-            method: Methods that it applies to, ``PUT`` or ``PUT|POST``; None for all.
-            path: Regular expression that is searched in path and query; None for all.
-            times: Requests that it applies to; None for all.
-            skip: Matching requests that pass before it applies.
+            delay_s: How long to wait first.
+            **which: To which requests.
         """
-        self._add("delay", method, path, times, skip, seconds=seconds)
+        self._rules.add(Fault("delay", delay_s=delay_s), **which)
 
-    def drop_response(
-        self, *, method: str | None = None, path: str | None = None, times: int | None = None, skip: int = 0
-    ) -> None:
+    def drop_response(self, **which: Unpack[Which]) -> None:
         """Lets the server carry the request out, and resets the connection in place of its answer.
 
         Args:
-            method: Methods that it applies to, ``PUT`` or ``PUT|POST``; None for all.
-            path: Regular expression that is searched in path and query; None for all.
-            times: Requests that it applies to; None for all.
-            skip: Matching requests that pass before it applies.
+            **which: To which requests.
         """
-        self._add("drop_response", method, path, times, skip)
+        self._rules.add(Fault("drop_response"), **which)
 
-    def truncate(
-        self,
-        after_bytes: int,
-        *,
-        method: str | None = None,
-        path: str | None = None,
-        times: int | None = None,
-        skip: int = 0,
-    ) -> None:
+    def truncate(self, after_bytes: int, **which: Unpack[Which]) -> None:
         """Passes this much of the answer on, its head included, and resets the connection.
 
         Args:
             after_bytes: Bytes of the answer, its head included.
-            method: Methods that it applies to, ``PUT`` or ``PUT|POST``; None for all.
-            path: Regular expression that is searched in path and query; None for all.
-            times: Requests that it applies to; None for all.
-            skip: Matching requests that pass before it applies.
+            **which: To which requests.
         """
-        self._add("truncate", method, path, times, skip, after_bytes=after_bytes)
+        self._rules.add(Fault("truncate", after_bytes=after_bytes), **which)
 
     def clear(self) -> None:
         """Forgets all rules; requests that stall already go on doing so."""
-        with self._lock:
-            self._rules.clear()
+        self._rules.clear()
 
     def up(self) -> None:
         """Listens, on the same port as before where there was one.
@@ -282,29 +194,12 @@ class FaultProxy:
         if self._server is not None:
             self._run(self._refuse())
 
-    def _add(
-        self,
-        action: str,
-        method: str | None,
-        path: str | None,
-        times: int | None,
-        skip: int,
-        *,
-        code: int = 0,
-        error: str = "",
-        seconds: float = 0.0,
-        after_bytes: int = 0,
-    ) -> None:
-        pattern = re.compile(path) if path is not None else None
-        with self._lock:
-            self._rules.append(_Rule(action, method, pattern, times, skip, code, error, seconds, after_bytes))
-
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
 
     async def _listen(self) -> None:
         self._server = await asyncio.start_server(
-            self._accept, "127.0.0.1", self._port, limit=_HEAD_LIMIT_BYTES, reuse_address=True
+            self._accept, "127.0.0.1", self._port, limit=HEAD_LIMIT_BYTES, reuse_address=True
         )
         self._port = self._server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
@@ -314,34 +209,17 @@ class FaultProxy:
         if server is not None:
             server.close()
         for writer in list(self._connections):
-            _reset(writer)
+            reset(writer)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _match(self, method: str, target: str) -> _Rule | None:
-        with self._lock:
-            for rule in self._rules:
-                if rule.method is not None and method not in rule.method.split("|"):
-                    continue
-                if rule.path is not None and not rule.path.search(target):
-                    continue
-                if rule.times == 0:
-                    continue
-                if rule.skip > 0:
-                    rule.skip -= 1
-                    continue
-                if rule.times is not None:
-                    rule.times -= 1
-                return rule
-        return None
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         self._connections.add(writer)
-        connection = _Connection(self, reader, writer)
+        connection = Connection(self._upstream, self._decide, reader, writer)
         try:
             await connection.serve()
         except (OSError, EOFError, asyncio.CancelledError, asyncio.LimitOverrunError):
@@ -351,139 +229,10 @@ class FaultProxy:
             self._tasks.discard(task)
             await connection.close()
 
-    def _seen(self, method: str, target: str, action: str, body_bytes: int) -> None:
+    def _decide(self, method: str, target: str, body_bytes: int) -> Fault | None:
+        """Logs a request, and returns what is done to it."""
+        fault = self._rules.match(method, target)
+        action = "pass" if fault is None else fault.action
         with self._lock:
             self._log.append(LogEntry(time.monotonic(), method, target, action, body_bytes))
-
-
-class _Connection:
-    """One client's connection and the one to the server that belongs to it."""
-
-    def __init__(self, proxy: FaultProxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._proxy = proxy
-        self._reader = reader
-        self._writer = writer
-        self._up: asyncio.StreamWriter | None = None
-        self._back: asyncio.Task[None] | None = None
-        self._answer = _Answer()
-
-    async def serve(self) -> None:
-        """Takes one request after the other until the client leaves or a rule ends the connection."""
-        while True:
-            head = await self._reader.readuntil(b"\r\n\r\n")
-            words = head.split(b" ", 2)
-            method, target = words[0].decode("latin-1"), words[1].decode("latin-1")
-            length = re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE)
-            body_bytes = int(length[1]) if length else 0
-            rule = self._proxy._match(method, target)  # noqa: SLF001 - one object in two classes
-            action = rule.action if rule else "pass"
-            self._proxy._seen(method, target, action, body_bytes)  # noqa: SLF001
-            if rule is not None:
-                if action == "reset":
-                    _reset(self._writer)
-                    return
-                if action == "stall":
-                    await asyncio.Event().wait()
-                if action == "status":
-                    await self._refuse(rule, method, expects=b"100-continue" in head.lower())
-                    return
-                if action == "delay":
-                    await asyncio.sleep(rule.seconds)
-            self._answer.drop = action == "drop_response"
-            self._answer.cut_after_bytes = rule.after_bytes if rule and action == "truncate" else None
-            limit = rule.after_bytes if rule and action == "reset_body" else None
-            if not await self._forward(head, body_bytes, limit):
-                return
-
-    async def close(self) -> None:
-        """Ends the way back and closes both sides."""
-        if self._back is not None:
-            self._back.cancel()
-            await asyncio.gather(self._back, return_exceptions=True)
-        for writer in (self._up, self._writer):
-            if writer is not None:
-                writer.close()
-
-    async def _refuse(self, rule: _Rule, method: str, *, expects: bool) -> None:
-        fault = f"<Error><Code>{rule.error}</Code><Message>injected</Message></Error>"
-        body = b"" if method == "HEAD" else f'<?xml version="1.0"?>{fault}'.encode()
-        self._writer.write(
-            f"HTTP/1.1 {rule.code} Injected\r\nContent-Type: application/xml\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
-            + body
-        )
-        await self._writer.drain()
-        if not expects:
-            # A sender that is cut off while it sends sees a reset in place of the status.
-            with contextlib.suppress(TimeoutError):
-                while await asyncio.wait_for(self._reader.read(_CHUNK_BYTES), 0.3):
-                    pass
-
-    async def _forward(self, head: bytes, body_bytes: int, limit: int | None) -> bool:
-        if self._up is None:
-            up_reader, self._up = await asyncio.open_connection(*self._proxy._upstream)  # noqa: SLF001
-            self._back = asyncio.create_task(self._pump(up_reader))
-        self._up.write(head)
-        chunked = re.search(rb"\r\ntransfer-encoding: *chunked", head, re.IGNORECASE) is not None
-        sent_bytes = 0
-        async for piece in self._body(body_bytes, chunked=chunked):
-            if limit is not None and sent_bytes + len(piece) > limit:
-                _reset(self._writer)
-                _reset(self._up)
-                return False
-            self._up.write(piece)
-            await self._up.drain()
-            sent_bytes += len(piece)
-        await self._up.drain()
-        return True
-
-    async def _body(self, body_bytes: int, *, chunked: bool) -> Any:
-        if not chunked:
-            while body_bytes:
-                piece = await self._reader.read(min(body_bytes, _CHUNK_BYTES))
-                if not piece:
-                    raise EOFError
-                body_bytes -= len(piece)
-                yield piece
-            return
-        while True:
-            line = await self._reader.readuntil(b"\r\n")
-            yield line
-            size = int(line.split(b";")[0], 16)
-            if size:
-                yield await self._reader.readexactly(size + 2)
-                continue
-            while line != b"\r\n":
-                line = await self._reader.readuntil(b"\r\n")
-                yield line
-            return
-
-    async def _pump(self, up_reader: asyncio.StreamReader) -> None:
-        sent_bytes = 0
-        while piece := await up_reader.read(_CHUNK_BYTES):
-            # The interim answer to "Expect: 100-continue" only asks for the body: nothing was carried out
-            # yet.
-            interim = piece.startswith(b"HTTP/1.1 100") and piece.count(b"\r\n\r\n") == 1
-            if self._answer.drop and not interim:
-                _reset(self._writer)
-                return
-            cut = None if interim else self._answer.cut_after_bytes
-            if cut is not None and sent_bytes + len(piece) > cut:
-                self._writer.write(piece[: max(0, cut - sent_bytes)])
-                await self._writer.drain()
-                _reset(self._writer)
-                return
-            self._writer.write(piece)
-            await self._writer.drain()
-            sent_bytes += len(piece)
-        self._writer.close()
-
-
-def _reset(writer: asyncio.StreamWriter) -> None:
-    """Closes with a reset instead of an orderly end."""
-    connection = writer.get_extra_info("socket")
-    if connection is not None:
-        with contextlib.suppress(OSError):
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    if writer.transport is not None:
-        writer.transport.abort()
+        return fault
