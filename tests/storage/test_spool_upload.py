@@ -24,6 +24,7 @@ from storage.spooling import (
     stored_manifest,
 )
 from storage.uploaders import WAIT_S, root, until, uploader_pids
+from torchinstruments import open_run
 from torchinstruments.config import HistoryConfig
 from torchinstruments.records import Signal
 from torchinstruments.store import layout
@@ -325,6 +326,18 @@ def test_an_unverified_run_leaves_another_runs_folder_alone(
     assert target.upload(WAIT_S)
     assert sample_ids(storage) == []
     assert sample_ids(storage.child("run-night-7")) == [1]
+
+
+def test_a_host_with_a_disk_of_its_own_has_a_run_of_its_own(tmp_path: Path, root: Path) -> None:
+    """The leader claimed the folder on another host; here the uploader writes who and what the run is."""
+    url = str(tmp_path / "run")
+    target = make_target(url, None, root, claim=make_claim(url, verified=True))
+    target.write_part("samples", 1, make_part([1]))
+    assert target.upload(WAIT_S)
+    storage = open_storage(url)
+    assert decode_run(storage.read(layout.RUN_FILE)).run_id == "night-7"
+    assert decode_generation(storage.read(layout.generation_file(0))).world_size == 2
+    assert open_run(url).samples().collect()["sample_id"].to_list() == [1]
 
 
 def test_a_run_that_was_claimed_beside_uploads_there(seaweed: ObjectStore, bucket: str, root: Path) -> None:

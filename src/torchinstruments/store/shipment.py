@@ -152,11 +152,14 @@ class Shipment:
         return not self.folder.exists()
 
     def _claimed(self, base: Storage) -> Storage:
-        """Returns the folder of the run; claims it where the run started without that."""
+        """Returns the folder of the run; claims it where the run started without that.
+
+        A local folder may be another one than the leader's, on a host that does not share its disk.
+        """
         if self._home is not None:
             return self._home
         about = self._about
-        if about.verified:
+        if about.verified and not base.is_local:
             self._home = base.child(f"run-{about.run.run_id}") if about.beside else base
         else:
             home = ensure_run(base, about.run)
