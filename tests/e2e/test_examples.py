@@ -1,10 +1,8 @@
 """The examples and the launch scripts as a user starts them, compared with what they saw themselves."""
 
 import json
-import os
 import re
 import socket
-import subprocess
 import sys
 import uuid
 from dataclasses import dataclass
@@ -16,33 +14,14 @@ import numpy.typing as npt
 import polars as pl
 import pytest
 
+from e2e.example_runs import PROJECT, run
 from torchinstruments import Run, open_run
 from torchinstruments.store.filesystem import open_storage
 from torchinstruments.testing.object_store import ObjectStore
 
 pytestmark = pytest.mark.timeout(300)
 
-PROJECT = Path(__file__).resolve().parents[2]
 SMALL = ("--batch-size", "3", "--context", "16", "--text-bytes", "100000")
-PROGRAMS = str(Path(sys.executable).parent)
-
-
-def run(
-    *command: str | Path | int, cwd: Path, expected_code: int = 0, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end and returns it; its output is shown where it failed."""
-    environment = os.environ | {"PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}"} | variables
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == expected_code, f"{done.args}\n{done.stdout}\n{done.stderr}"
-    return done
 
 
 def reference(values: npt.NDArray[np.float64]) -> dict[str, float]:

@@ -172,7 +172,7 @@ def _furthest_text(comparison: Record) -> str:
     if not widest:
         if not as_integer(comparison["cells"]):
             return "not known: no forward was measured on two ranks"
-        return "none, in values of three ranks or more"
+        return "none among three ranks or more; of two neither is the furthest"
     one = as_record(widest[0])
     layer = str(one["layer"]) or "(root)"
     what = f"{layer} {one['signal']} {one['stage']}".rstrip()

@@ -102,7 +102,7 @@ def _nonfinite_text(result: Mapping[str, object]) -> str:
 def _widest_text(result: Mapping[str, object]) -> str:
     widest = answers(result["comparison"], "widest", WidestSeries)
     if not widest:
-        return "nothing was compared of three ranks that differ"
+        return "none among three ranks or more; of two neither is the furthest"
     one = widest[0]
     text = (
         f"{one.layer or '(root)'} {one.signal} {one.metric}, rank {one.rank}: "
