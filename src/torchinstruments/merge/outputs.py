@@ -46,7 +46,7 @@ def open_output(plan: MergePlan, output: str | None) -> Storage:
 
 
 def file_records(files: Mapping[str, bytes | Path]) -> list[dict[str, object]]:
-    """Returns ``files`` of ``result.json``: name, size and SHA-256 of each table."""
+    """Returns ``files`` of ``result.json``: name, size and SHA-256 of each file beside it."""
     records: list[dict[str, object]] = []
     for name, data in sorted(files.items()):
         if isinstance(data, bytes):
@@ -58,17 +58,15 @@ def file_records(files: Mapping[str, bytes | Path]) -> list[dict[str, object]]:
     return records
 
 
-def write_together(
-    storage: Storage, tables: Mapping[str, bytes | Path], result: Mapping[str, object]
-) -> None:
-    """Writes the tables and then ``result.json``, in place of those of the merge before.
+def write_together(storage: Storage, files: Mapping[str, bytes | Path], result: Mapping[str, object]) -> None:
+    """Writes the files and then ``result.json``, in place of those of the merge before.
 
     Raises:
         StorageError: The store refused. On a local folder the files of before then stand as they were.
     """
     try:
         # The result last, so that it never speaks of a file that is not there.
-        storage.replace_together({**tables, RESULT_FILE: encode_document(dict(result))})
+        storage.replace_together({**files, RESULT_FILE: encode_document(dict(result))})
     except TorchInstrumentsError:
         raise
     except OSError as error:
