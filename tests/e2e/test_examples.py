@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import uuid
@@ -16,6 +15,7 @@ import numpy.typing as npt
 import polars as pl
 import pytest
 
+from e2e.ports import free_port
 from torchinstruments import Run, open_run
 from torchinstruments.store.filesystem import open_storage
 from torchinstruments.testing.object_store import ObjectStore
@@ -224,13 +224,6 @@ def test_float16_in_a_world_of_one_keeps_the_loss_scale_beside_scaled_gradients(
     assert set(gradients["scale_provenance"]) == {"gradscaler"}
     assert set(gradients["loss_scale"]) == {65536.0}
     assert "float16" in set(history["dtype"])
-
-
-def free_port() -> str:
-    """Returns a port of the loopback address that nobody uses."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 @dataclass(frozen=True)
