@@ -37,6 +37,11 @@ def open_output(plan: MergePlan, output: str | None) -> Storage:
     if output is None:
         return plan.storages[0].child(layout.MERGED)
     storage = open_storage(output, plan.sources[0].storage_options)
+    if storage.is_local and Path(storage.url).exists() and not Path(storage.url).is_dir():
+        raise ConfigurationError(
+            f"the result cannot be written to {storage.url}, which is a file; leave --output out (in Python "
+            f"output=), or give a folder"
+        )
     if _is_place_of_run(storage, plan.storages) or _holds_run_files(storage):
         raise ConfigurationError(
             f"the result cannot be written to {storage.url}, where files of a run belong, which it would "
