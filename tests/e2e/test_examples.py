@@ -251,6 +251,7 @@ def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         cwd=folder,
         OUTPUT_DIR="telemetry of a run",
         EXAMPLE="fsdp_language_model",
+        RUN_ID="pair-1",
         NPROC=variables["NPROC"],
         PORT=variables["PORT"],
     )
@@ -260,6 +261,11 @@ def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_the_sharded_example_gives_torch_nothing_to_warn_of(sharded: Sharded) -> None:
     """No module that is sharded returns a view, which could end in wrong gradients."""
     assert "UserWarning" not in sharded.warned
+
+
+def test_a_local_launch_names_its_run(sharded: Sharded) -> None:
+    """RUN_ID is the run's id, with one agent of torchrun and with two."""
+    assert json.loads((Path(sharded.url) / "run.json").read_text())["run_id"] == "pair-1"
 
 
 def test_the_sharded_example_counts_one_reduction_a_step(sharded: Sharded) -> None:

@@ -96,17 +96,6 @@ def test_a_variable_that_is_not_set_is_named(tmp_path: Path, missing: str) -> No
     assert f"{missing} is not set; give NNODES" in (tmp_path / "out").read_text()
 
 
-def test_two_nodes_here_take_a_run_id(tmp_path: Path) -> None:
-    """RUN_ID names the run, as it does with the other scripts."""
-    variables = {"RUN_ID": "pair-1", "OUTPUT_DIR": "run", "PORT": free_port()}
-    assert (
-        run([LAUNCH / "two_nodes_local.sh", "--steps", "2", *SMALL], tmp_path, variables, tmp_path / "out")
-        == 0
-    )
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["run_id"] == "pair-1"
-    assert [rank for rank, _ in ranks_and_nodes(str(tmp_path / "run"))] == [0, 1]
-
-
 @dataclass(frozen=True)
 class Slurm:
     """A cluster that is this machine."""
