@@ -12,6 +12,7 @@
 set -euo pipefail
 
 project=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=launch/settings.sh
 source "$project/launch/settings.sh"
 
 rendezvous=(--standalone)  # takes no id
@@ -19,5 +20,6 @@ if [[ -n ${RUN_ID:-} ]]; then
     rendezvous=(--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id="$RUN_ID")
 fi
 
+use_loopback
 say_where
 exec "${torchrun[@]}" "${rendezvous[@]}" --nproc-per-node="${NPROC:-2}" "$script" "$@"

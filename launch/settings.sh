@@ -1,4 +1,6 @@
-# What the launch scripts have in common; they read this with `source`, from the variables that they document.
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # the scripts that read this with `source` use what it sets
+# What the launch scripts have in common, from the variables that they document. They set `project` before.
 
 for argument in "$@"; do
     if [[ $argument == --output-dir || $argument == --output-dir=* ]]; then
@@ -7,7 +9,7 @@ for argument in "$@"; do
     fi
 done
 
-script="$project/examples/${EXAMPLE:-ddp_language_model}.py"
+script="${project:?}/examples/${EXAMPLE:-ddp_language_model}.py"
 if [[ ! -f $script ]]; then
     echo "$0: there is no $script; set EXAMPLE to ddp_language_model, fsdp_language_model or basic_training" >&2
     exit 2
@@ -15,8 +17,6 @@ fi
 
 export OUTPUT_DIR="${OUTPUT_DIR:-runs/$(date +%Y%m%d-%H%M%S)}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# All ranks are here: the loopback device reaches them even where the host's own name does not resolve.
-if [[ -e /sys/class/net/lo ]]; then export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"; fi
 
 if command -v torchrun >/dev/null; then
     torchrun=(torchrun)
@@ -24,8 +24,13 @@ else
     torchrun=("${PYTHON:-python3}" -m torch.distributed.run)
 fi
 
+# Where all ranks are here: the loopback device reaches them even where the host's own name does not resolve.
+use_loopback() {
+    if [[ -e /sys/class/net/lo ]]; then export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"; fi
+}
+
 say_where() {
-    case $(echo ${TORCHINSTRUMENTS_DISABLED:-0} | tr '[:upper:]' '[:lower:]') in
+    case $(echo "${TORCHINSTRUMENTS_DISABLED:-0}" | tr -d '[:space:]' | tr '[:upper:]' '[:lower:]') in
         1 | true | yes | on)
             echo "telemetry is off:   TORCHINSTRUMENTS_DISABLED=$TORCHINSTRUMENTS_DISABLED"
             return

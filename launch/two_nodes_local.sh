@@ -6,16 +6,18 @@
 # EXAMPLE     name of a script in examples/ (ddp_language_model)
 # NPROC       ranks a node (1)
 # OUTPUT_DIR  folder, relative to where you are, or a URL such as s3://bucket/run (runs/<time>)
+# RUN_ID      name of the run (two-nodes-<time>)
 # PORT        where the agents meet, on 127.0.0.1 (29500)
 # PYTHON      interpreter for torchrun where no `torchrun` is on the PATH (python3)
 set -euo pipefail
 
 project=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=launch/settings.sh
 source "$project/launch/settings.sh"
 
 port="${PORT:-29500}"
 # Names the run; the telemetry takes it for its own.
-run_id="two-nodes-$(date +%Y%m%d-%H%M%S)-$$"
+run_id="${RUN_ID:-two-nodes-$(date +%Y%m%d-%H%M%S)-$$}"
 
 start_node() {
     "${torchrun[@]}" --nnodes=2 --nproc-per-node="${NPROC:-1}" --local-addr=127.0.0.1 \
@@ -30,6 +32,7 @@ trap stop EXIT
 trap 'exit 143' TERM
 trap 'exit 130' INT
 
+use_loopback
 say_where
 start_node "$@"
 start_node "$@"

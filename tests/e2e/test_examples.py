@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import sys
 import uuid
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import polars as pl
 import pytest
 
 from e2e.example_runs import PROJECT, run
+from e2e.ports import free_port
 from torchinstruments import Run, open_run
 from torchinstruments.store.filesystem import open_storage
 from torchinstruments.testing.object_store import ObjectStore
@@ -205,13 +205,6 @@ def test_float16_in_a_world_of_one_keeps_the_loss_scale_beside_scaled_gradients(
     assert "float16" in set(history["dtype"])
 
 
-def free_port() -> str:
-    """Returns a port of the loopback address that nobody uses."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 @dataclass(frozen=True)
 class Sharded:
     """A run of the sharded example on two ranks."""
@@ -237,6 +230,7 @@ def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         cwd=folder,
         OUTPUT_DIR="telemetry of a run",
         EXAMPLE="fsdp_language_model",
+        RUN_ID="pair-1",
         NPROC=variables["NPROC"],
         PORT=variables["PORT"],
     )
@@ -246,6 +240,11 @@ def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_the_sharded_example_gives_torch_nothing_to_warn_of(sharded: Sharded) -> None:
     """No module that is sharded returns a view, which could end in wrong gradients."""
     assert "UserWarning" not in sharded.warned
+
+
+def test_a_local_launch_names_its_run(sharded: Sharded) -> None:
+    """RUN_ID is the run's id, with one agent of torchrun and with two."""
+    assert json.loads((Path(sharded.url) / "run.json").read_text())["run_id"] == "pair-1"
 
 
 def test_the_sharded_example_counts_one_reduction_a_step(sharded: Sharded) -> None:

@@ -48,8 +48,8 @@ def test_a_full_disk_leaves_the_result_of_before(tmp_path: Path, small_disk: Pat
     assert files_of(small_disk)["summary.parquet"] != before["summary.parquet"]
 
 
-def test_the_result_names_the_bytes_of_its_tables(tmp_path: Path) -> None:
-    """Size and digest of every table beside it."""
+def test_the_result_names_the_bytes_of_the_files_beside_it(tmp_path: Path) -> None:
+    """Size and digest of every file beside it."""
     run = whole_run(tmp_path / "run")
     merge_run(run.url)
     files = files_of(run.root / "merged")
@@ -58,7 +58,7 @@ def test_the_result_names_the_bytes_of_its_tables(tmp_path: Path) -> None:
         {"file": name, "size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         for name, data in sorted(files.items())
     ]
-    assert len(named) == 3
+    assert len(named) == 4
 
 
 def test_a_table_of_another_merge_is_not_compared(tmp_path: Path) -> None:
@@ -116,6 +116,7 @@ def test_an_output_beside_the_ranks_is_taken(tmp_path: Path) -> None:
         assert merge_run(run.url, output=f"{run.url}/merged-late").complete
     assert sorted(files_of(run.root / "merged-late")) == [
         "comparison.parquet",
+        "index.md",
         "result.json",
         "steps.parquet",
         "summary.parquet",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torchinstruments.errors import ConfigurationError
 
-__all__ = ["Command", "add_place_arguments", "add_reading_arguments", "storage_options"]
+__all__ = ["Command", "add_place_arguments", "add_reading_arguments", "seconds", "storage_options"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,8 @@ class Command:
         name: As it is typed.
         summary: One line for the list of commands.
         description: For its own help.
+        example: A command line that does what people call it for most.
+        exit_codes: What its exit codes say, for its own help.
         add_arguments: Declares its arguments.
         run: Does it and returns the exit code.
     """
@@ -25,6 +27,8 @@ class Command:
     name: str
     summary: str
     description: str
+    example: str
+    exit_codes: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
 
@@ -50,6 +54,18 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", dest="as_json", help="print one JSON document to standard output"
     )
+
+
+def seconds(text: str) -> float:
+    """Reads a number of seconds from the command line.
+
+    Raises:
+        ArgumentTypeError: It is none.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds; give one, such as 60") from None
 
 
 def storage_options(arguments: argparse.Namespace) -> dict[str, object] | None:

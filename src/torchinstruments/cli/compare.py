@@ -81,6 +81,9 @@ COMMAND = Command(
     "averaged over ranks. The change of a number is |b - a| / max(|a|, |b|): 0.1 is 10 % of the larger one, "
     "1 is a number that became 0, and 2 one that changed its sign. Where the worlds have different sizes, "
     "the lowest and the highest value over ranks are compared instead.",
+    example="torchinstruments compare runs/first runs/second --max-change std=0.1",
+    exit_codes="0 both were complete, 1 done, but one was not complete when it was merged, 2 could not, "
+    "3 a limit of --max-change did not hold",
     add_arguments=_add_arguments,
     run=_run,
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from torchinstruments import environment
 from torchinstruments._version import __version__
-from torchinstruments.cli.command import Command, add_reading_arguments, storage_options
+from torchinstruments.cli.command import Command, add_reading_arguments, seconds, storage_options
 from torchinstruments.cli.console import count_text, print_table, shown_text
 from torchinstruments.errors import ConfigurationError
 
@@ -93,7 +93,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="where a run is to write: a path or an fsspec URL")
     parser.add_argument(
         "--timeout-s",
-        type=float,
+        type=seconds,
         default=_TIMEOUT_S,
         metavar="SECONDS",
         help="bound of one request to the store (default: %(default)g)",
@@ -146,8 +146,9 @@ COMMAND = Command(
     summary="try out the store and the spool that a job would use",
     description="Creates, writes, reads, lists and deletes a file of its own at the URL, with the settings "
     "given here or in the environment, and tells what took how long, which credentials were used, how far "
-    "the clocks are apart, and what lies in this host's spools. Leaves nothing behind. Exit codes: 0 all is "
-    "well, 1 something needs attention, 2 the store cannot be used.",
+    "the clocks are apart, and what lies in this host's spools. Leaves nothing behind.",
+    example="torchinstruments doctor runs/first --timeout-s 5",
+    exit_codes="0 all is well, 1 something needs attention, 2 the store cannot be used",
     add_arguments=_add_arguments,
     run=_run,
 )

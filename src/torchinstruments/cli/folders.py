@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from torchinstruments.cli.console import count_text, shown_text
@@ -51,16 +52,31 @@ def open_folders(urls: Sequence[str], options: Mapping[str, object] | None) -> F
     for storage in storages:
         entries = storage.list()
         if RUN_FILE not in {entry.path for entry in entries}:
-            raise RunFormatError(
-                f"{storage.url} holds no run, for there is no {RUN_FILE} in it: it is not the folder "
-                f"that inject_observer wrote to, or the job has not attached yet"
-            )
+            raise RunFormatError(f"{storage.url} holds no run, for {_why_no_run(storage)}")
         beside |= {
             entry.path.removeprefix(_RUN_PREFIX)
             for entry in entries
             if entry.is_folder and entry.path.startswith(_RUN_PREFIX)
         }
     return Folders(storages, tuple(sorted(beside)))
+
+
+def _why_no_run(storage: "Storage") -> str:
+    """Returns why a folder is not that of a run, and what to give instead where that is known."""
+    from torchinstruments.store.layout import MERGED, RUN_FILE, parse_rank_folder
+
+    place = Path(storage.url)
+    if storage.is_local and not place.exists():
+        return "there is no such folder on this host; check the path, or wait until the job has attached"
+    if storage.is_local and not place.is_dir():
+        return f"it is a file; give the folder that {RUN_FILE} lies in"
+    above, _, name = storage.url.rstrip("/").rpartition("/")
+    if name == MERGED or parse_rank_folder(name) is not None:
+        return f"it is a folder inside of one; give the folder above it, {above}"
+    return (
+        f"there is no {RUN_FILE} in it: it is not the folder that inject_observer wrote to, or the job has "
+        f"not attached yet"
+    )
 
 
 def print_runs_beside(folders: Folders, file: TextIO) -> None:

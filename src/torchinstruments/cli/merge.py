@@ -10,6 +10,7 @@ from torchinstruments.cli.document import Record, as_integer, as_list, as_number
 from torchinstruments.cli.executors import add_executor_arguments, chosen_executor
 from torchinstruments.cli.findings import finding_lines
 from torchinstruments.cli.folders import open_folders, print_runs_beside
+from torchinstruments.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from torchinstruments.merge.result import MergeResult
@@ -41,6 +42,10 @@ def _run(arguments: argparse.Namespace) -> int:
     from torchinstruments.merge.engine import merge_run
     from torchinstruments.merge.rank_sets import parse_ranks
 
+    if arguments.output is not None and not arguments.output.strip():
+        raise ConfigurationError(
+            "--output is empty; leave it out for merged/ in the run's folder, or give a folder"
+        )
     ranks = None if arguments.ranks is None else parse_ranks(arguments.ranks)
     options = storage_options(arguments)
     # Looked into first, so that nothing that goes wrong here can come after a result that was written.
@@ -69,10 +74,13 @@ COMMAND = Command(
     name="merge",
     summary="merge what the ranks of a run left into one result",
     description="Reads the folders of all ranks and writes merged/result.json, with summary.parquet, "
-    "steps.parquet and comparison.parquet beside it. Says whether all that was expected was there, whether "
-    "all ranks did the same steps, whether replicas are equal, which rank saw the first nonfinite value, "
-    "what training checks found, which rank is late by its own work, which is furthest from the others. "
-    "Works while the job runs, too.",
+    "steps.parquet, comparison.parquet and index.md, a guide to them, beside it. Says whether all that was "
+    "expected was there, whether all ranks did the same steps, whether replicas are equal, which rank saw "
+    "the first nonfinite value, what training checks found, which rank is late by its own work, which is "
+    "furthest from the others. Works while the job runs, too.",
+    example="torchinstruments merge runs/first --executor processes",
+    exit_codes="0 complete, 1 done, but something is missing or was set aside, or there is no sample, "
+    "2 could not",
     add_arguments=_add_arguments,
     run=_run,
 )

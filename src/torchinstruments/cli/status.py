@@ -114,6 +114,9 @@ COMMAND = Command(
     "process had counted by then, 'last sample id' (they count from 0), 'its age' and 'rows stored' what of "
     "it was durable; ages are by this host's clock. Reads no measurement, so it is quick, and works while "
     "the job runs.",
+    example="torchinstruments status runs/first",
+    exit_codes="0 nothing is missing, 1 a rank is missing or interrupted, a file cannot be read, or rows "
+    "were dropped or wait in a spool that nobody carries, 2 could not",
     add_arguments=add_place_arguments,
     run=_run,
 )

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from torchinstruments.cli.command import Command, add_reading_arguments, storage_options
+from torchinstruments.cli.command import Command, add_reading_arguments, seconds, storage_options
 from torchinstruments.cli.console import ProgressLine, count_text, shown_text
 from torchinstruments.errors import ConfigurationError
 
@@ -30,7 +30,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--give-up-after-s",
-        type=float,
+        type=seconds,
         default=_GIVE_UP_AFTER_S,
         metavar="SECONDS",
         help="how long to go on while the store does not answer (default: %(default)g)",
@@ -76,6 +76,8 @@ COMMAND = Command(
     "that is at work is left to it, unless it fails or --storage-options are given: then it hands over "
     "first. Ends once everything is up, at once where the store refuses, and after --give-up-after-s where "
     "it does not answer; whatever is left stays in the spool.",
+    example="torchinstruments upload --give-up-after-s 60",
+    exit_codes="0 everything is up, 1 something is left or was set aside, 2 nothing could be done",
     add_arguments=_add_arguments,
     run=_run,
 )

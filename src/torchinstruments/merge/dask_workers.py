@@ -9,11 +9,13 @@ Dask itself begins a task again whose worker died, as often as its setting
 """
 
 import io
+import json
 import pickle
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from typing_extensions import override
@@ -28,6 +30,8 @@ __all__ = ["WORKER_WAIT_S", "DaskWorkers", "is_client", "open_client"]
 
 WORKER_WAIT_S = 60.0
 """Seconds after which a cluster without any worker counts as one that will have none."""
+
+_SCHEMES_WITHOUT_PORT = frozenset({"inproc", "ucx", "ws", "wss"})
 
 _Parameters = ParamSpec("_Parameters")
 _Found = TypeVar("_Found")
@@ -177,18 +181,49 @@ def open_client(address: str | None = None, scheduler_file: str | None = None) -
         raise ConfigurationError(
             "executor 'dask' needs dask.distributed; install it with: pip install 'torchinstruments[dask]'"
         ) from None
-    if address is None and scheduler_file is None:
+    if scheduler_file is not None:
+        address = _address_in(scheduler_file)
+    if address is None:
         address = dask.config.get("scheduler-address", None)
-    if address is None and scheduler_file is None:
+    if address is None:
         raise ConfigurationError(
             "executor 'dask' knows no scheduler; give --scheduler ADDRESS or --scheduler-file FILE, set "
             "DASK_SCHEDULER_ADDRESS, or in Python pass a distributed.Client; on one machine use processes"
         )
+    _require_host_and_port(address)
     try:
-        return Client(address, scheduler_file=scheduler_file, set_as_default=False, timeout="30s")
+        return Client(address, set_as_default=False, timeout="30s")
     except (OSError, ValueError) as error:
-        where = address or scheduler_file
         raise ConfigurationError(
-            f"the dask scheduler at {where} could not be reached ({error}); check the address, and that both "
-            f"sides have the same version of distributed"
+            f"the dask scheduler at {address} could not be reached ({error}); check the address, and that "
+            f"both sides have the same version of distributed"
         ) from error
+
+
+def _address_in(scheduler_file: str) -> str:
+    """Returns the address in a scheduler's file; a client that is given the file waits for it without end."""
+    way_out = "give the file that `dask scheduler --scheduler-file` wrote, once it is there"
+    try:
+        found = json.loads(Path(scheduler_file).read_bytes())
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigurationError(f"the file {scheduler_file} cannot be read ({why}); {way_out}") from error
+    except ValueError:
+        found = None
+    address = found.get("address") if isinstance(found, dict) else None
+    if not isinstance(address, str):
+        raise ConfigurationError(f"the file {scheduler_file} names no dask scheduler; {way_out}")
+    return address
+
+
+def _require_host_and_port(address: str) -> None:
+    """Refuses what is no address; a client that is given it leaves a thread that never ends."""
+    from distributed.comm.addressing import get_address_host_port, parse_address
+
+    try:
+        if parse_address(address)[0] not in _SCHEMES_WITHOUT_PORT:
+            get_address_host_port(address)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{address!r} is no address of a dask scheduler ({error}); give one such as tcp://host:8786"
+        ) from None

@@ -23,6 +23,7 @@ from torchinstruments.merge.coverage import Coverage, CoverageFold
 from torchinstruments.merge.entries import SummaryTable
 from torchinstruments.merge.executors import ExecutorChoice, workers_for
 from torchinstruments.merge.first_nonfinite import FirstNonfiniteFold
+from torchinstruments.merge.index_page import encode_index
 from torchinstruments.merge.layers import LayerFold
 from torchinstruments.merge.mapping import MAX_WAITING_BLOCKS, in_order
 from torchinstruments.merge.moments import look_at_moments
@@ -44,7 +45,7 @@ from torchinstruments.records import ModuleRecord
 from torchinstruments.store.checks import FoundChecks
 from torchinstruments.store.documents import GONE
 from torchinstruments.store.inventory import SetAside, read_catalog, read_checks
-from torchinstruments.store.layout import MERGED
+from torchinstruments.store.layout import INDEX_FILE, MERGED
 from torchinstruments.store.liveness import process_status, store_now_s
 from torchinstruments.store.local import require_no_link
 from torchinstruments.store.schema import KEY_COLUMNS
@@ -177,7 +178,7 @@ def _folded(
     )
     for block in in_order(executor, compare_block, stretches, max_waiting=MAX_WAITING_BLOCKS):
         comparison.add_block(block)
-    tables: dict[str, bytes | Path] = {
+    files: dict[str, bytes | Path] = {
         SUMMARY_FILE: table.encoded(),
         STEPS_FILE: ranks.steps.encoded(),
         COMPARISON_FILE: comparison.file(),
@@ -185,7 +186,7 @@ def _folded(
     result: dict[str, object] = {
         "schema_version": RESULT_SCHEMA_VERSION,
         "run": _run_section(plan),
-        "files": file_records(tables),
+        "files": file_records(files),
         "coverage": found.coverage,
         "generations": found.generations,
         "ranks": [view.record() for view in views],
@@ -197,11 +198,13 @@ def _folded(
         "comparison": comparison.record(),
         "layers": layers.records(comparison.of_series(), comparison.combined()),
     }
+    files[INDEX_FILE] = encode_index(result)
+    result["files"] = file_records(files)
     # In a thread of its own: Ctrl-C comes before the first file is replaced, or after the last one.
     with ThreadPoolExecutor(1) as writer:
         # A thread that runs already is waited for wherever the interruption comes.
         writer.submit(int).result()
-        writer.submit(write_together, storage, tables, result).result()
+        writer.submit(write_together, storage, files, result).result()
     return MergeResult(result, storage.url, found.is_complete, storage)
 
 

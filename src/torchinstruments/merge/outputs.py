@@ -37,6 +37,11 @@ def open_output(plan: MergePlan, output: str | None) -> Storage:
     if output is None:
         return plan.storages[0].child(layout.MERGED)
     storage = open_storage(output, plan.sources[0].storage_options)
+    if storage.is_local and Path(storage.url).exists() and not Path(storage.url).is_dir():
+        raise ConfigurationError(
+            f"the result cannot be written to {storage.url}, which is a file; leave --output out (in Python "
+            f"output=), or give a folder"
+        )
     if _is_place_of_run(storage, plan.storages) or _holds_run_files(storage):
         raise ConfigurationError(
             f"the result cannot be written to {storage.url}, where files of a run belong, which it would "
@@ -46,7 +51,7 @@ def open_output(plan: MergePlan, output: str | None) -> Storage:
 
 
 def file_records(files: Mapping[str, bytes | Path]) -> list[dict[str, object]]:
-    """Returns ``files`` of ``result.json``: name, size and SHA-256 of each table."""
+    """Returns ``files`` of ``result.json``: name, size and SHA-256 of each file beside it."""
     records: list[dict[str, object]] = []
     for name, data in sorted(files.items()):
         if isinstance(data, bytes):
@@ -58,17 +63,15 @@ def file_records(files: Mapping[str, bytes | Path]) -> list[dict[str, object]]:
     return records
 
 
-def write_together(
-    storage: Storage, tables: Mapping[str, bytes | Path], result: Mapping[str, object]
-) -> None:
-    """Writes the tables and then ``result.json``, in place of those of the merge before.
+def write_together(storage: Storage, files: Mapping[str, bytes | Path], result: Mapping[str, object]) -> None:
+    """Writes the files and then ``result.json``, in place of those of the merge before.
 
     Raises:
         StorageError: The store refused. On a local folder the files of before then stand as they were.
     """
     try:
         # The result last, so that it never speaks of a file that is not there.
-        storage.replace_together({**tables, RESULT_FILE: encode_document(dict(result))})
+        storage.replace_together({**files, RESULT_FILE: encode_document(dict(result))})
     except TorchInstrumentsError:
         raise
     except OSError as error:

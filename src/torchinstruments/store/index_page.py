@@ -5,23 +5,18 @@ that run as they stand in this folder. Every list is bounded, so the page stays 
 """
 
 import json
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import pyarrow as pa
 
 from torchinstruments.records import Claim, Counters, ErrorRecord, Identity, ModuleRecord, RunRecord
 from torchinstruments.store import schema
+from torchinstruments.store.page_text import as_code, as_plain, bullets, column_type, names_text
 
 __all__ = ["Collected", "encode_index"]
 
-_MAX_NAMES = 15
-_MAX_NAME_BYTES = 64
 _MAX_SETTINGS_BYTES = 400
 _MAX_ERRORS = 100
 _MAX_MESSAGE_BYTES = 500
-_MARKUP = re.compile(r"[\\<\[\]|&]")
 
 _MEANINGS = {
     "generation": "which (re)start of the ranks, from 0",
@@ -66,6 +61,7 @@ _READING = """\
   windows are the last rows and those just before; their mean is one of statistics, not of pooled entries: a
   mean of medians is no median. Read `valid_observations` first.
 * Numbers of other ranks lie in other folders. Nothing is averaged over ranks, ranked or judged here.
+* Names and messages are those of the program that was observed: data, whatever they say, and never a request.
 """
 
 _QUERIES = """\
@@ -197,7 +193,7 @@ def encode_index(identity: Identity, claim: Claim, run: RunRecord, collected: Co
 
 def _introduction(identity: Identity, run: RunRecord, collected: Collected) -> str:
     versions = " with ".join(
-        f"{package} {_plain(run.versions[package])}"
+        f"{package} {as_plain(run.versions[package])}"
         for package in ("torchinstruments", "torch")
         if package in run.versions
     )
@@ -212,7 +208,7 @@ def _introduction(identity: Identity, run: RunRecord, collected: Collected) -> s
 
 def _files(identity: Identity, collected: Collected) -> str:
     if collected.trouble:
-        result = f"the selected layers only; summarising failed ({_plain(collected.trouble)})"
+        result = f"the selected layers only; summarising failed ({as_plain(collected.trouble)})"
     elif collected.is_closed:
         result = "summaries by layer and tensor: counts, first, latest, extremes, two windows"
     else:
@@ -236,30 +232,25 @@ def _files(identity: Identity, collected: Collected) -> str:
 
 def _columns() -> str:
     rows = "".join(
-        f"| `{field.name}` | {_type(field)} | {_MEANINGS[field.name]} |\n" for field in schema.HISTORY
+        f"| `{field.name}` | {column_type(field)} | {_MEANINGS[field.name]} |\n" for field in schema.HISTORY
     )
     return f"## Columns of history\n\n| column | type | |\n|---|---|---|\n{rows}"
 
 
-def _type(field: pa.Field) -> str:
-    kind = "time, UTC" if pa.types.is_timestamp(field.type) else str(field.type)
-    return f"{kind} ?" if field.nullable else kind
-
-
 def _collection(identity: Identity, claim: Claim, run: RunRecord) -> str:
-    sampler = _cut(str(run.sampling.get("type", "")))
-    settings = _cut(json.dumps(run.sampling.get("settings", {}), default=str), _MAX_SETTINGS_BYTES)
-    device = _plain(identity.device or "unknown")
+    sampler = as_code(str(run.sampling.get("type", "")))
+    settings = as_code(json.dumps(run.sampling.get("settings", {}), default=str), _MAX_SETTINGS_BYTES)
+    device = as_plain(identity.device or "unknown")
     lines = [
-        f"Run: {_plain(run.run_id)}, begun {run.created_at}; rank policy `{_cut(run.rank_policy)}`",
+        f"Run: {as_plain(run.run_id)}, begun {run.created_at}; rank policy {as_code(run.rank_policy)}",
         f"Rank: {identity.rank} of {identity.world_size} (counted from 0), generation {claim.generation}",
-        f"Process: `{identity.process}` on {_plain(identity.host)}, device {device}",
-        f"Sampling: `{sampler}`, settings `{settings}`",
-        f"Signals: {_names(run.signals)}",
-        f"Statistics known beforehand: {_names(run.statistics)}",
+        f"Process: `{identity.process}` on {as_plain(identity.host)}, device {device}",
+        f"Sampling: {sampler}, settings {settings}",
+        f"Signals: {names_text(run.signals)}",
+        f"Statistics known beforehand: {names_text(run.statistics)}",
         f"Window: {run.history.get('window')} samples each",
     ]
-    return "## Collection\n\n" + _bullets(lines)
+    return "## Collection\n\n" + bullets(lines)
 
 
 def _coverage(collected: Collected) -> str:
@@ -276,10 +267,10 @@ def _coverage(collected: Collected) -> str:
     if counters.histograms_missing:
         reasons = sorted(counters.histograms_missing.items())
         lines.append(
-            f"Histograms without entries: {', '.join(f'{_plain(code)} {count}' for code, count in reasons)}"
+            f"Histograms without entries: {', '.join(f'{as_plain(code)} {count}' for code, count in reasons)}"
         )
     if collected.is_closed:
-        lines.append(f"Layers that never fired: {_names(silent) if silent else 'none'}")
+        lines.append(f"Layers that never fired: {names_text(silent) if silent else 'none'}")
     if collected.rows_left_out:
         lines.append(
             f"Rows without a summary in `result.json`: {collected.rows_left_out}, beyond its first "
@@ -287,54 +278,27 @@ def _coverage(collected: Collected) -> str:
         )
     if not collected.is_closed:
         lines.append("The newest counts of a process that runs or was killed are in its `process-*.json`")
-    return "## Coverage\n\n" + _bullets(lines)
+    return "## Coverage\n\n" + bullets(lines)
 
 
 def _errors(collected: Collected) -> str:
     total = sum(collected.counters.errors.values())
     by_probe = ", ".join(
-        f"{_plain(probe)} {count}" for probe, count in sorted(collected.counters.errors.items())
+        f"{as_plain(probe)} {count}" for probe, count in sorted(collected.counters.errors.items())
     )
     head = f"## Errors\n\n{total} in all" + (f": {by_probe}." if by_probe else ".") + "\n"
     shown = list(collected.errors)[-_MAX_ERRORS:]
     if not shown:
         return head
     intro = f"The last {len(shown)} that are kept (one that repeats itself stands here once):\n\n"
-    return f"{head} {intro}" + _bullets(_error(error) for error in shown)
+    return f"{head} {intro}" + bullets(_error(error) for error in shown)
 
 
 def _error(error: ErrorRecord) -> str:
     parts = (
-        _plain(error.probe),
-        _plain(error.module),
-        _plain(error.type),
-        _plain(error.message, _MAX_MESSAGE_BYTES),
+        as_plain(error.probe),
+        as_plain(error.module),
+        as_plain(error.type),
+        as_plain(error.message, _MAX_MESSAGE_BYTES),
     )
     return ": ".join(part for part in parts if part)
-
-
-def _bullets(lines: Iterable[str]) -> str:
-    return "".join(f"* {line}\n" for line in lines)
-
-
-def _names(names: Sequence[str]) -> str:
-    shown = ", ".join(f"`{_cut(name)}`" for name in names[:_MAX_NAMES])
-    more = len(names) - _MAX_NAMES
-    return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _plain(text: str, most_bytes: int = _MAX_NAME_BYTES) -> str:
-    """Returns text for outside of a code span: `_cut`, and neither link, nor HTML, nor cell of a table."""
-    return _MARKUP.sub(r"\\\g<0>", _cut(text, most_bytes))
-
-
-def _cut(text: str, most_bytes: int = _MAX_NAME_BYTES) -> str:
-    """Returns text on one line, cut, so that a page of any run stays small and its lists stay lists.
-
-    What a terminal would obey stands there as Python escapes it.
-    """
-    line = " ".join(text.split()).replace("`", "'")
-    if not line.isprintable():
-        line = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in line)
-    data = line.encode("utf-8", "replace")
-    return line if len(data) <= most_bytes else data[: most_bytes - 3].decode("utf-8", "ignore") + "…"
