@@ -2,6 +2,7 @@
 # ruff: noqa: INP001  beside the settings of the documentation, not a package
 
 import argparse
+from functools import partial
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -32,8 +33,9 @@ def _section(sub: argparse.ArgumentParser) -> str:
     rows = "\n".join(
         f"| {_spelling(action)} | {_escaped(_help(sub, action))} |"
         for action in sub._actions  # noqa: SLF001 - the same
-        if action.help != argparse.SUPPRESS
+        if action.help != argparse.SUPPRESS and action.dest != "help"
     )
+    sub.formatter_class = partial(argparse.HelpFormatter, width=100)
     epilog = f"\n```text\n{sub.epilog.strip()}\n```\n" if sub.epilog else ""
     return (
         f"## {sub.prog}\n\n{_escaped(sub.description or '')}\n\n"

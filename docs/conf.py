@@ -1,8 +1,11 @@
 """Settings of the documentation: ``make docs``."""
 # ruff: noqa: INP001  a settings file, not a package
 
+import re
 import sys
 from pathlib import Path
+
+from sphinx.application import Sphinx
 
 from torchinstruments import __version__
 
@@ -28,12 +31,38 @@ nitpick_ignore_regex = [("py:.*", ".*")]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = "torchinstruments"
-templates_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 python_maximum_signature_line_length = 90
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 default_role = "code"
+smartquotes = False
 napoleon_use_ivar = True
 # Only what is marked with >>> is a doctest; blocks of pages are run by tests/e2e/test_docs.py.
 doctest_test_doctest_blocks = "default"
+
+
+def without_sentinels(*event: object) -> tuple[str, object] | None:
+    """Returns a signature without the type that marks an argument as not given."""
+    *_, signature, returned = event
+    if not isinstance(signature, str):
+        return None
+    return re.sub(r" \| ~?[\w.]*\bUnset\b", "", signature).replace("UNSET", "..."), returned
+
+
+def sentences_of_properties(*event: object) -> None:
+    """Keeps napoleon from taking what stands before a colon in a property's docstring for its type.
+
+    It takes what stands before the first colon: so there is one with nothing before it.
+    """
+    _, what, _, _, _, lines = event
+    if what == "property" and isinstance(lines, list) and lines:
+        lines[0] = f": {lines[0]}"
+
+
+def setup(app: Sphinx) -> None:
+    """Connects what this file changes."""
+    app.connect("autodoc-process-docstring", sentences_of_properties, priority=1)
+    app.connect("autodoc-process-signature", without_sentinels)
