@@ -3,6 +3,7 @@
 
 import re
 import sys
+from collections.abc import MutableSequence
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -39,6 +40,7 @@ autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 default_role = "code"
 smartquotes = False
+napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 # Only what is marked with >>> is a doctest; blocks of pages are run by tests/e2e/test_docs.py.
 doctest_test_doctest_blocks = "default"
@@ -52,13 +54,19 @@ def without_sentinels(*event: object) -> tuple[str, object] | None:
     return re.sub(r" \| ~?[\w.]*\bUnset\b", "", signature).replace("UNSET", "..."), returned
 
 
-def sentences_of_properties(*event: object) -> None:
+def sentences_of_properties(
+    app: Sphinx,  # noqa: ARG001 - what Sphinx gives every such function
+    what: str,
+    name: str,  # noqa: ARG001
+    documented: object,  # noqa: ARG001
+    options: object,  # noqa: ARG001
+    lines: MutableSequence[str],
+) -> None:
     """Keeps napoleon from taking what stands before a colon in a property's docstring for its type.
 
     It takes what stands before the first colon: so there is one with nothing before it.
     """
-    _, what, _, _, _, lines = event
-    if what == "property" and isinstance(lines, list) and lines:
+    if what == "property" and lines:
         lines[0] = f": {lines[0]}"
 
 
