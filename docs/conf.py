@@ -46,12 +46,16 @@ napoleon_use_ivar = True
 doctest_test_doctest_blocks = "default"
 
 
-def without_sentinels(*event: object) -> tuple[str, object] | None:
-    """Returns a signature without the type that marks an argument as not given."""
+def for_readers(*event: object) -> tuple[str, object] | None:
+    """Returns a signature without what only the code needs.
+
+    That is the marks of arguments that are not given, and what enums and protocols seem to be called with.
+    """
     *_, signature, returned = event
-    if not isinstance(signature, str):
-        return None
-    return re.sub(r" \| ~?[\w.]*\bUnset\b", "", signature).replace("UNSET", "..."), returned
+    if not isinstance(signature, str) or signature in ("(value)", "(*args, **kwargs)"):
+        return None if signature is None else ("", returned)
+    shown = re.sub(r" \| ~?[\w.]*\bUnset\b", "", signature)
+    return shown.replace("UNSET", "...").replace("<factory>", "..."), returned
 
 
 def sentences_of_properties(
@@ -73,4 +77,4 @@ def sentences_of_properties(
 def setup(app: Sphinx) -> None:
     """Connects what this file changes."""
     app.connect("autodoc-process-docstring", sentences_of_properties, priority=1)
-    app.connect("autodoc-process-signature", without_sentinels)
+    app.connect("autodoc-process-signature", for_readers)
