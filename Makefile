@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS := tests/distributed tests/e2e tests/storage
 
-.PHONY: help install demo test test-rooms test-jobs test-system bench soak check format clean
+.PHONY: help install demo test test-rooms test-jobs test-system bench soak check docs format clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -47,9 +47,13 @@ check: $(STAMP) ## format, lint, types, import contracts
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
 
+docs: $(STAMP) ## the documentation in docs/_build/html, every warning an error, and its doctests
+	$(BIN)/sphinx-build -nWq -d docs/_build/doctrees docs docs/_build/html
+	$(BIN)/sphinx-build -nWq -d docs/_build/doctrees -b doctest docs docs/_build/doctest
+
 format: $(STAMP) ## put the code into the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean: ## remove the environment and caches
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist docs/_build

@@ -93,6 +93,16 @@ class EveryNStepsSampler:
     Evaluation forwards are left out. All ranks try their steps together, so their samples line up. Attempts
     are counted from optimizer steps: where none is seen, everything is one attempt.
 
+    Example:
+        >>> from torchinstruments import EveryNStepsSampler, SamplingEvent
+        >>> sampler = EveryNStepsSampler(10)
+        >>> forwards = [
+        ...     SamplingEvent(attempt, 0, 0, attempt, grad_enabled=True, monotonic_s=0.0)
+        ...     for attempt in range(30)
+        ... ]
+        >>> [event.attempt for event in forwards if sampler.should_sample(event)]
+        [9, 19, 29]
+
     Args:
         n: Attempts per sampled attempt, at least 1.
 

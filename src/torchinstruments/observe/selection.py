@@ -97,7 +97,15 @@ class Layer:
 
 
 def leaf_modules() -> Selector:
-    """Returns the default selector: every module without children."""
+    """Returns the default selector: every module without children.
+
+    Example:
+        >>> from torch import nn
+        >>> from torchinstruments import leaf_modules
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+        >>> [name for name, module in model.named_modules() if leaf_modules()(name, module)]
+        ['0', '1.0']
+    """
     return _is_leaf
 
 

@@ -128,6 +128,12 @@ def combine(*reducers: Reducer) -> CombinedReducer:
 
         inject_observer(model, reducers=(combine(mean(), std(), rms(), max_abs(), finite_fraction()),))
 
+    Example:
+        >>> import torch
+        >>> from torchinstruments import combine, finite_fraction, max_abs
+        >>> dict(combine(max_abs(), finite_fraction())(torch.tensor([3.0, -4.0, float("nan"), 0.0])))
+        {'max_abs': 4.0, 'finite_fraction': 0.75}
+
     Args:
         reducers: At least one. Combined ones are taken apart.
 
