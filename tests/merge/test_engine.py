@@ -148,7 +148,14 @@ def test_a_shuffled_listing_gives_the_same_bytes(
     monkeypatch.setattr(LocalStorage, "walk", shuffled)
     merge_run(noisy_run.url, output=str(tmp_path / "shuffled"))
     files = sorted(path.name for path in (tmp_path / "sorted").iterdir())
-    assert files == ["comparison.parquet", "result.json", "steps.parquet", "summary.parquet"]
+    assert files == [
+        "comparison.parquet",
+        "overview.parquet",
+        "result.json",
+        "steps.parquet",
+        "summary.parquet",
+        "timeline.parquet",
+    ]
     for name in files:
         assert (tmp_path / "sorted" / name).read_bytes() == (tmp_path / "shuffled" / name).read_bytes(), name
 
