@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from torchinstruments._version import __version__
-from torchinstruments.cli import compare, doctor, merge, status, upload
+from torchinstruments.cli import compare, doctor, merge, report, status, upload
 from torchinstruments.cli.console import shown_text
 from torchinstruments.cli.pipes import closed_pipes_are_quiet
 from torchinstruments.cli.termination import TERMINATED, Terminated, raised_when_terminated
@@ -24,7 +24,7 @@ COULD_NOT = 2
 INTERRUPTED = 130
 """Exit code: the user pressed Ctrl-C."""
 
-_COMMANDS = (merge.COMMAND, status.COMMAND, compare.COMMAND, upload.COMMAND, doctor.COMMAND)
+_COMMANDS = (merge.COMMAND, report.COMMAND, status.COMMAND, compare.COMMAND, upload.COMMAND, doctor.COMMAND)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

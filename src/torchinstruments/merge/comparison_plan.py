@@ -60,7 +60,7 @@ class ComparisonPlan:
         num_series: int,
         run_id: str,
         sources: tuple[Source, ...],
-        pictured: Pictured,
+        pictured: Pictured | None = None,
     ) -> Iterator[ComparisonTask]:
         """Yields what to compare, by forward; of a single rank only what is pictured.
 
@@ -69,7 +69,7 @@ class ComparisonPlan:
             num_series: Series of all ranks.
             run_id: Parts of another run are left out.
             sources: The folders of the run.
-            pictured: What is chosen for pictures.
+            pictured: What is chosen for pictures, None for nothing.
         """
         if self.num_ranks == 0 or len(moments) == 0:
             return
@@ -82,7 +82,7 @@ class ComparisonPlan:
         ]
         parts = self._parts_of_blocks(firsts)
         for first, last, own in zip(firsts, lasts, parts, strict=True):
-            shown = pictured if pictured.between(first, last) else None
+            shown = pictured if pictured is not None and pictured.between(first, last) else None
             if self.num_ranks > 1 or shown is not None:
                 yield ComparisonTask(first, last, run_id, sources, tuple(own), shown)
 
