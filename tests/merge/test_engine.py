@@ -120,7 +120,13 @@ def test_every_executor_gives_the_same_bytes(
     # So that there are several blocks; where they are cut is the caller's decision alone.
     monkeypatch.setattr("torchinstruments.merge.ranges.MAX_BLOCK_ROWS", 500)
     monkeypatch.setattr("torchinstruments.merge.comparison_plan.MAX_BLOCK_VALUES", 5 * 40)
-    tables = ("summary.parquet", "steps.parquet", "comparison.parquet")
+    tables = (
+        "summary.parquet",
+        "steps.parquet",
+        "comparison.parquet",
+        "overview.parquet",
+        "timeline.parquet",
+    )
     seen: dict[str, set[bytes]] = {file: set() for file in ("result.json", *tables)}
     for name in ("default", "1", "4", "backward", "processes"):
         output = tmp_path / name

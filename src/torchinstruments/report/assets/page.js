@@ -317,7 +317,8 @@ function interactive(overview) {
     forward: (value) => { state.forward = Number(value); },
   };
   for (const [id, take] of Object.entries(chosen)) {
-    controls[id].addEventListener("input", (event) => { take(event.target.value); draw(); });
+    const moment = controls[id].tagName === "SELECT" ? "change" : "input";
+    controls[id].addEventListener(moment, (event) => { take(event.target.value); draw(); });
   }
   controls.log.addEventListener("change", (event) => { state.log = event.target.checked; series(); });
   state.forward = Number(controls.forward.value);
