@@ -70,9 +70,9 @@ COMMAND = Command(
     name="report",
     summary="write what a merge found as one HTML page",
     description="Writes merged/report.html: a page that needs no network, with the facts of the merge first, "
-    "then pictures in which to choose layer, signal, metric and rank. Reads what the last merge wrote; merges "
-    "first where there is none. Needs pip install 'torchinstruments[report]'. Example: torchinstruments report "
-    "runs/first",
+    "then pictures in which to choose layer, signal, metric and rank. Reads what the last merge wrote, and "
+    "merges first where there is none. Needs pip install 'torchinstruments[report]'. Example: "
+    "torchinstruments report runs/first",
     add_arguments=_add_arguments,
     run=_run,
 )

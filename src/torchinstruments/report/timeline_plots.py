@@ -63,6 +63,8 @@ def skipped_steps_map(timeline: "pl.DataFrame") -> "go.Figure":
     labels, ranks, skipped = _matrix(timeline.filter(counted_in="attempt"), "skipped", 0.0)
     limit = max(1.0, float(skipped.max(initial=0.0)))
     figure = _map(labels, ranks, skipped, "steps skipped", (0.0, limit), "Oranges")
+    if limit <= MAX_LINES:
+        figure.update_traces(colorbar_dtick=1)
     return figure.update_layout(title="skipped optimizer steps")
 
 

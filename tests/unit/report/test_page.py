@@ -56,11 +56,11 @@ def unpacked(text: str) -> bytes:
     return gzip.decompress(base64.b64decode(text))
 
 
-def written(folder: RunFolder, **arguments: str) -> Elements:
+def written(folder: RunFolder) -> Elements:
     """Returns the page of a merged run."""
     merged = reopen_result(folder.url)
     assert merged is not None
-    write_report(merged, **arguments)
+    write_report(merged)
     return Elements((folder.root / "merged" / "report.html").read_text("utf-8"))
 
 
@@ -164,7 +164,7 @@ def test_the_numbers_in_the_page_are_those_of_the_table(tmp_path: Path) -> None:
     np.testing.assert_allclose(own, expected, rtol=1e-3, atol=1e-3)
     assert packed.names["columns"] == ["layers.001", "layers.000"]
     np.testing.assert_allclose(
-        column("lowest_value").sum(), np.float32(overview["lowest_value"]).sum(), rtol=1e-4
+        column("lowest_value").sum(), overview["lowest_value"].to_numpy().sum(), rtol=1e-4
     )
 
 

@@ -1,17 +1,25 @@
 """Scalars for TensorBoard, read back by TensorBoard itself."""
 
+import importlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+from tensorboard.plugins.custom_scalar import metadata
 
 from merge.run_folder import RunFolder, process_of, whole_run
 from merge.synthetic_run import METRICS, SyntheticRun
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.merge.engine import merge_run
 from torchinstruments.report import write_tensorboard
+
+
+def scalar_tags(found: EventAccumulator) -> list[str]:
+    """Returns the names of all scalars."""
+    tags = found.Tags()["scalars"]
+    assert isinstance(tags, list)
+    return tags
 
 
 def read(folder: Path) -> EventAccumulator:
@@ -33,8 +41,8 @@ def test_every_series_is_a_band_of_three_scalars(tmp_path: Path) -> None:
         scalars = found.Scalars(f"{tag}/{kind}")
         assert [one.step for one in scalars] == list(range(6))
         np.testing.assert_allclose([one.value for one in scalars], expected, rtol=1e-6)
-    assert len(found.Tags()["scalars"]) == 3 * written.num_series
-    assert not [one for one in found.Tags()["scalars"] if one.endswith("/mean_of_ranks")]
+    assert len(scalar_tags(found)) == 3 * written.num_series
+    assert not [one for one in scalar_tags(found) if one.endswith("/mean_of_ranks")]
 
 
 def test_the_layout_draws_the_bands(tmp_path: Path) -> None:
@@ -43,10 +51,12 @@ def test_the_layout_draws_the_bands(tmp_path: Path) -> None:
     write_tensorboard(merge_run(run.folder.url), tmp_path / "board")
     found = read(tmp_path / "board")
     (tensor,) = found.Tensors(metadata.CONFIG_SUMMARY_TAG)
-    layout = layout_pb2.Layout.FromString(tensor.tensor_proto.string_val[0])
+    layout = importlib.import_module("tensorboard.plugins.custom_scalar.layout_pb2").Layout.FromString(
+        tensor.tensor_proto.string_val[0]
+    )
     assert [one.title for one in layout.category] == ["layers.000", "layers.001"]
     assert len(layout.category[0].chart) == 2 * 9
-    tags = set(found.Tags()["scalars"])
+    tags = set(scalar_tags(found))
     for category in layout.category:
         for chart in category.chart:
             (band,) = chart.margin.series
@@ -60,7 +70,7 @@ def test_a_name_makes_no_folder(tmp_path: Path) -> None:
     for rank in range(2):
         run.history(rank, [{"sample_id": 0, "value": 1.0, "layer": "a/b<c>"}], process_of(rank))
     write_tensorboard(merge_run(run.url), tmp_path / "board")
-    (layer,) = {one.split("/")[2] for one in read(tmp_path / "board").Tags()["scalars"]}
+    (layer,) = {one.split("/")[2] for one in scalar_tags(read(tmp_path / "board"))}
     assert layer == "a%2Fb%3Cc%3E"
 
 
