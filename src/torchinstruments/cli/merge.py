@@ -69,10 +69,11 @@ COMMAND = Command(
     name="merge",
     summary="merge what the ranks of a run left into one result",
     description="Reads the folders of all ranks and writes merged/result.json, with summary.parquet, "
-    "steps.parquet, comparison.parquet and two small tables for pictures beside it. Says whether all that was expected was there, whether "
-    "all ranks did the same steps, whether replicas are equal, which rank saw the first nonfinite value, "
-    "what training checks found, which rank is late by its own work, which is furthest from the others. "
-    "Works while the job runs, too.",
+    "steps.parquet, comparison.parquet and two small tables for pictures beside it. Says "
+    "whether all that was expected was there, whether all ranks did the same steps, whether "
+    "replicas are equal, which rank saw the first nonfinite value, what training checks found, "
+    "which rank is late by its own work, which is furthest from the others. Works while the job "
+    "runs, too.",
     add_arguments=_add_arguments,
     run=_run,
 )

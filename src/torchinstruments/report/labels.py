@@ -8,6 +8,7 @@ from torchinstruments.report.texts import shown_text
 __all__ = ["forward_label", "label_text", "layer_label", "signal_label", "stretch_labels"]
 
 _MAX_LABEL_CHARACTERS = 120
+_USUAL_PATHS = frozenset({"output", "output.0", "input", "input.0"})
 
 
 def label_text(text: str) -> str:
@@ -20,8 +21,9 @@ def layer_label(row: Mapping[str, object]) -> str:
     name = str(row["layer"]) or "(root)"
     if row["call_index"]:
         name += f" call {row['call_index']}"
-    path = str(row["tensor_path"])
-    if path not in {"output", "input", "grad_output.0"}:
+    # An output and its gradient have one label, so that a chosen layer stays the chosen one.
+    path = str(row["tensor_path"]).removeprefix("grad_")
+    if path not in _USUAL_PATHS:
         name += f" {path}"
     return name if row["scope"] == "local" else f"{name} (part)"
 
