@@ -38,7 +38,8 @@ bench: $(STAMP) ## tables of what measuring costs, as ratios; nothing in them is
 soak: $(STAMP) ## ten minutes of training against a store that keeps failing; every row has to arrive once
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/benchmarks/soak.py
 
-test-system: $(STAMP) ## the tests that need root: a small disk that is really full
+test-system: $(STAMP) ## the tests that need root or a browser: a small disk that is really full, a report in Chromium
+	command -v chromium chromedriver >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium chromium-driver fonts-dejavu-core; }
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m system
 
 check: $(STAMP) ## format, lint, types, import contracts

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from torchinstruments._version import __version__
 
 if TYPE_CHECKING:
-    from torchinstruments import checks, merge, records, store, testing
+    from torchinstruments import checks, merge, records, report, store, testing
     from torchinstruments.api import has_observer, inject_observer, remove_observer
     from torchinstruments.config import ErrorPolicy, HistoryConfig, RankPolicy
     from torchinstruments.errors import (
@@ -116,7 +116,7 @@ _HOMES = {
     "StorageUnreachableError": "errors",
     "RunFormatError": "errors",
 }
-_MODULES = ("records", "checks", "merge", "store", "testing")
+_MODULES = ("records", "checks", "merge", "report", "store", "testing")
 
 __all__ = [
     "inject_observer",
@@ -170,6 +170,7 @@ __all__ = [
     "records",
     "checks",
     "merge",
+    "report",
     "store",
     "testing",
     "__version__",

@@ -120,7 +120,13 @@ def test_every_executor_gives_the_same_bytes(
     # So that there are several blocks; where they are cut is the caller's decision alone.
     monkeypatch.setattr("torchinstruments.merge.ranges.MAX_BLOCK_ROWS", 500)
     monkeypatch.setattr("torchinstruments.merge.comparison_plan.MAX_BLOCK_VALUES", 5 * 40)
-    tables = ("summary.parquet", "steps.parquet", "comparison.parquet")
+    tables = (
+        "summary.parquet",
+        "steps.parquet",
+        "comparison.parquet",
+        "overview.parquet",
+        "timeline.parquet",
+    )
     seen: dict[str, set[bytes]] = {file: set() for file in ("result.json", "index.md", *tables)}
     for name in ("default", "1", "4", "backward", "processes"):
         output = tmp_path / name
@@ -148,7 +154,15 @@ def test_a_shuffled_listing_gives_the_same_bytes(
     monkeypatch.setattr(LocalStorage, "walk", shuffled)
     merge_run(noisy_run.url, output=str(tmp_path / "shuffled"))
     files = sorted(path.name for path in (tmp_path / "sorted").iterdir())
-    assert files == ["comparison.parquet", "index.md", "result.json", "steps.parquet", "summary.parquet"]
+    assert files == [
+        "comparison.parquet",
+        "index.md",
+        "overview.parquet",
+        "result.json",
+        "steps.parquet",
+        "summary.parquet",
+        "timeline.parquet",
+    ]
     for name in files:
         assert (tmp_path / "sorted" / name).read_bytes() == (tmp_path / "shuffled" / name).read_bytes(), name
 

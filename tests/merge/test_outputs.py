@@ -58,7 +58,7 @@ def test_the_result_names_the_bytes_of_the_files_beside_it(tmp_path: Path) -> No
         {"file": name, "size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         for name, data in sorted(files.items())
     ]
-    assert len(named) == 4
+    assert len(named) == 6
 
 
 def test_a_table_of_another_merge_is_not_compared(tmp_path: Path) -> None:
@@ -117,7 +117,9 @@ def test_an_output_beside_the_ranks_is_taken(tmp_path: Path) -> None:
     assert sorted(files_of(run.root / "merged-late")) == [
         "comparison.parquet",
         "index.md",
+        "overview.parquet",
         "result.json",
         "steps.parquet",
         "summary.parquet",
+        "timeline.parquet",
     ]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from merge.run_folder import START, RunFolder, process_of, whole_run
@@ -13,7 +14,9 @@ from torchinstruments.checks import Action, Finding, Severity
 from torchinstruments.merge.comparison_blocks import COMPARISON_SCHEMA
 from torchinstruments.merge.engine import merge_run
 from torchinstruments.merge.entries import SUMMARY_SCHEMA
+from torchinstruments.merge.overview_rows import OVERVIEW_SCHEMA
 from torchinstruments.merge.steps import STEPS_SCHEMA
+from torchinstruments.merge.timeline import TIMELINE_SCHEMA
 from torchinstruments.records import Counters, ErrorRecord, Member, ModuleRecord
 from torchinstruments.store.json_schemas import json_schema
 from torchinstruments.store.manifest import TableState
@@ -137,12 +140,16 @@ def test_beyond_inline_ranks_and_without_manifests_too(tmp_path: Path) -> None:
     assert problems("result", dict(merge_run(empty.url).result)) == []
 
 
-def test_every_column_of_the_summary_is_on_the_page() -> None:
-    """The page lists the columns of summary.parquet, and no other."""
-    _, _, rest = PAGE.partition("\n## summary.parquet\n")
+@pytest.mark.parametrize(
+    ("table", "declared"),
+    [("summary", SUMMARY_SCHEMA), ("overview", OVERVIEW_SCHEMA), ("timeline", TIMELINE_SCHEMA)],
+)
+def test_every_column_of_a_table_is_on_the_page(table: str, declared: pa.Schema) -> None:
+    """The page lists the columns of a table, and no other."""
+    _, _, rest = PAGE.partition(f"\n## {table}.parquet\n")
     rows = rest.partition("\n## ")[0]
     listed = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", rows, re.MULTILINE)))
-    assert sorted(listed) == sorted(SUMMARY_SCHEMA.names)
+    assert sorted(listed) == sorted(declared.names)
 
 
 def test_every_column_of_the_comparison_is_on_the_page() -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from torchinstruments.cli.command import Command, add_reading_arguments, storage_options
 from torchinstruments.cli.console import count_text, print_table, shown_text
-from torchinstruments.cli.document import Record, as_integer, as_list, as_number, as_record, as_records
 from torchinstruments.errors import ConfigurationError
+from torchinstruments.report.document import Record, as_integer, as_list, as_number, as_record, as_records
 
 if TYPE_CHECKING:
     from torchinstruments.merge.compare_runs import RunComparison

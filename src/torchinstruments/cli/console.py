@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
+from torchinstruments.report.texts import count_text, shown_text
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 __all__ = ["ProgressLine", "age_text", "count_text", "print_table", "shown_text"]
 
 _PLAIN_WIDTH = 200
-_MAX_SHOWN_CHARACTERS = 1000
 _MAX_CELL_CHARACTERS = 200
 
 
@@ -90,21 +91,6 @@ def print_table(
     for row in rows:
         table.add_row(*(Text(shown_text(cell, _MAX_CELL_CHARACTERS)) for cell in row))
     console.print(table)
-
-
-def shown_text(text: str, max_characters: int = _MAX_SHOWN_CHARACTERS) -> str:
-    r"""Returns a text as a line can show it: control characters as ``\x1b``, a long one without middle."""
-    if len(text) > max_characters:
-        half = max_characters // 2
-        text = f"{text[:half]}...{text[-half:]}"
-    if text.isprintable():
-        return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
-
-
-def count_text(number: int, singular: str, plural: str = "") -> str:
-    """Returns a count with its noun: ``1 file``, ``2,000 files``."""
-    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
 def age_text(seconds: float) -> str:

@@ -15,7 +15,7 @@ from typing import NoReturn
 from typing_extensions import override
 
 from torchinstruments._version import __version__
-from torchinstruments.cli import compare, doctor, merge, status, upload
+from torchinstruments.cli import compare, doctor, merge, report, status, upload
 from torchinstruments.cli.console import shown_text
 from torchinstruments.cli.pipes import closed_pipes_are_quiet
 from torchinstruments.cli.termination import TERMINATED, Terminated, raised_when_terminated
@@ -29,7 +29,7 @@ COULD_NOT = 2
 INTERRUPTED = 130
 """Exit code: the user pressed Ctrl-C."""
 
-COMMANDS = (merge.COMMAND, status.COMMAND, compare.COMMAND, upload.COMMAND, doctor.COMMAND)
+COMMANDS = (merge.COMMAND, report.COMMAND, status.COMMAND, compare.COMMAND, upload.COMMAND, doctor.COMMAND)
 """The subcommands, in the order of the help."""
 
 

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, TextIO
 
 from torchinstruments.cli.command import Command, add_place_arguments, storage_options
 from torchinstruments.cli.console import ProgressLine, count_text, print_table, shown_text
-from torchinstruments.cli.document import Record, as_integer, as_list, as_number, as_record, as_records
 from torchinstruments.cli.executors import add_executor_arguments, chosen_executor
-from torchinstruments.cli.findings import finding_lines
 from torchinstruments.cli.folders import open_folders, print_runs_beside
 from torchinstruments.errors import ConfigurationError
+from torchinstruments.report.coverage_lines import coverage_lines, headline
+from torchinstruments.report.document import Record, as_integer, as_list, as_number, as_record, as_records
+from torchinstruments.report.findings import finding_lines
 
 if TYPE_CHECKING:
     from torchinstruments.merge.result import MergeResult
 
 __all__ = ["COMMAND"]
 
-_MAX_NAMED_FILES = 10
 _NUM_WIDEST = 5
 _WIDEST_METRIC = "std"
 """Statistic of the table of widest layers; where a run has none, its first one."""
@@ -74,10 +74,10 @@ COMMAND = Command(
     name="merge",
     summary="merge what the ranks of a run left into one result",
     description="Reads the folders of all ranks and writes merged/result.json, with summary.parquet, "
-    "steps.parquet, comparison.parquet and index.md, a guide to them, beside it. Says whether all that was "
-    "expected was there, whether all ranks did the same steps, whether replicas are equal, which rank saw "
-    "the first nonfinite value, what training checks found, which rank is late by its own work, which is "
-    "furthest from the others. Works while the job runs, too.",
+    "steps.parquet, comparison.parquet, two small tables for pictures and index.md, a guide to them, beside "
+    "it. Says whether all that was expected was there, whether all ranks did the same steps, whether "
+    "replicas are equal, which rank saw the first nonfinite value, what training checks found, which rank is "
+    "late by its own work, which is furthest from the others. Works while the job runs, too.",
     example="torchinstruments merge runs/first --executor processes",
     exit_codes="0 complete, 1 done, but something is missing or was set aside, or there is no sample, "
     "2 could not",
@@ -94,82 +94,14 @@ def _print_summary(merged: "MergeResult", file: TextIO) -> int:
     rows = sum(as_integer(process["rows"]) for process in processes)
     samples = sum(as_integer(process["samples"]) for process in processes)
     print(
-        f"run {shown_text(str(run['run_id']))}: {_headline(samples, is_complete=merged.complete)}", file=file
+        f"run {shown_text(str(run['run_id']))}: {headline(samples, is_complete=merged.complete)}", file=file
     )
-    for name, text in (*finding_lines(merged.result), *_coverage_lines(coverage)):
+    for name, text in (*finding_lines(merged.result), *coverage_lines(coverage)):
         print(f"  {name:<12} {shown_text(text)}", file=file)
     print(f"  {'read':<12} {count_text(rows, 'row')} of {count_text(samples, 'sample')}", file=file)
     print(f"  {'result':<12} {shown_text(merged.url.rstrip('/'))}/result.json", file=file)
     _print_widest(merged, file)
     return samples
-
-
-def _headline(num_samples: int, *, is_complete: bool) -> str:
-    if is_complete:
-        return "complete" if num_samples else "complete, but no sample was taken"
-    return "NOT COMPLETE" if num_samples else "NOT COMPLETE, and no sample was found"
-
-
-def _coverage_lines(coverage: Record) -> list[tuple[str, str]]:
-    from torchinstruments.merge.rank_sets import ranks_text
-
-    present = _integers(coverage["present_ranks"])
-    lines = [("present", f"{count_text(len(present), 'rank')} ({ranks_text(present)})")]
-    for name in ("missing", "interrupted", "running", "unexpected"):
-        ranks = _integers(coverage[f"{name}_ranks"])
-        if ranks:
-            lines.append((name, f"{count_text(len(ranks), 'rank')} ({ranks_text(ranks)})"))
-    if not coverage["expected_ranks_known"]:
-        lines.append(("expected", "not known in full: the rank policy does not tell which ranks observe"))
-    for overlap in as_records(coverage["overlapping_ranks"]):
-        processes = ", ".join(str(one) for one in as_list(overlap["processes"]))
-        where = f"rank {overlap['rank']} of generation {overlap['generation']}"
-        how = "by several processes, which gave out the same sample ids"
-        if not overlap["same_sample_ids"]:
-            how = "by several live processes"
-        lines.append(("overlap", f"{where} was held {how}: {processes}"))
-    unverified = _integers(coverage["unverified_ranks"])
-    if unverified:
-        ranks = f"{count_text(len(unverified), 'rank')} ({ranks_text(unverified)})"
-        lines.append(("unverified", f"{ranks}: began without an answer of leader or store"))
-    lines += _file_lines(coverage)
-    for noun, key in (("dropped", "rows_dropped"), ("foreign", "foreign_parts")):
-        number = as_integer(coverage[key])
-        if number:
-            lines.append((noun, count_text(number, "row" if noun == "dropped" else "part of another run")))
-    for host, rows in as_record(coverage["rows_in_spool"]).items():
-        lines.append(("in spool", f"{count_text(as_integer(rows), 'row')} still on host {host}"))
-    lines += _alignment_lines(as_record(coverage["alignment"]))
-    return lines
-
-
-def _file_lines(coverage: Record) -> list[tuple[str, str]]:
-    quarantined = as_records(coverage["quarantined"])
-    lines = [("set aside", f"{one['file']}: {one['reason']}") for one in quarantined[:_MAX_NAMED_FILES]]
-    if len(quarantined) > _MAX_NAMED_FILES:
-        more = len(quarantined) - _MAX_NAMED_FILES
-        lines.append(("set aside", f"{count_text(more, 'more file')}, named in result.json"))
-    for one in as_records(coverage["missing_parts"]):
-        parts = count_text(as_integer(one["parts"]), "part")
-        lines.append(("lost", f"{parts} of {one['table']} of rank {one['rank']}, process {one['process']}"))
-    disagreements = as_records(coverage["disagreements"])
-    if disagreements:
-        rows = sum(as_integer(one["rows"]) for one in disagreements)
-        first = disagreements[0]
-        text = f"{count_text(rows, 'row')}, first in {first['file']}: {first['column']} {first['found']}"
-        lines.append(("disagree", f"{text} where {first['expected']} is due"))
-    return lines
-
-
-def _alignment_lines(alignment: Record) -> list[tuple[str, str]]:
-    """Returns how samples line up between ranks; nothing where fewer than two ranks have any."""
-    share = alignment["share_common_to_all_ranks"]
-    num_ranks = as_integer(alignment["ranks"])
-    if num_ranks < 2 or not isinstance(share, float):
-        return []
-    samples = count_text(as_integer(alignment["samples"]), "sample")
-    by = ", ".join(_texts(alignment["key"]))
-    return [("aligned", f"{samples} by {by}; {share:.1%} common to {count_text(num_ranks, 'rank')}")]
 
 
 def _print_widest(merged: "MergeResult", file: TextIO) -> None:
@@ -236,10 +168,6 @@ def _extreme_cells(cell: Record) -> list[str]:
         one = as_record(cell[name])
         cells += [f"{as_number(one['value']):.4g}", str(one["rank"])]
     return cells
-
-
-def _integers(value: object) -> list[int]:
-    return [as_integer(one) for one in as_list(value)]
 
 
 def _texts(value: object) -> list[str]:

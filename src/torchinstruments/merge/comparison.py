@@ -20,6 +20,7 @@ from torchinstruments.merge.cell_widths import Width
 from torchinstruments.merge.comparison_blocks import COMPARISON_SCHEMA, ComparisonBlock, Widest
 from torchinstruments.merge.comparison_cells import NOT_COMPARED
 from torchinstruments.merge.comparison_plan import ComparisonPlan
+from torchinstruments.merge.overview import OverviewFold
 from torchinstruments.merge.rank_sets import ranks_text
 from torchinstruments.store.schema import MAX_ROW_GROUP_ROWS
 from torchinstruments.store.series import SeriesKey
@@ -44,6 +45,7 @@ class ComparisonFold:
 
     Attributes:
         plan: Where the rows of all ranks lie.
+        overview: What is chosen for pictures.
     """
 
     def __init__(self) -> None:
@@ -51,6 +53,7 @@ class ComparisonFold:
         self._folder = tempfile.TemporaryDirectory(prefix="torchinstruments-merge-")
         self._table = _TableFile(Path(self._folder.name) / COMPARISON_FILE)
         self._widest = _WidestRows()
+        self.overview = OverviewFold()
         self._combined: dict[SeriesKey, dict[str, object]] = {}
         self._num_compared = 0
         self._num_without_value = 0
@@ -72,6 +75,7 @@ class ComparisonFold:
         """Takes what was found in a stretch; stretches come in the order of the run."""
         self._table.add(block.table)
         self._widest.add(block.widest)
+        self.overview.add(block.overview)
         self._combined.update({one.key: one.record() for one in block.combined})
         self._num_compared += block.num_compared
         self._num_without_value += block.num_without_value

@@ -11,6 +11,7 @@ from torchinstruments.merge.cell_widths import widths
 from torchinstruments.merge.combined_parts import CombinedParts, combined_parts
 from torchinstruments.merge.comparison_cells import Cells, differing_texts
 from torchinstruments.merge.comparison_rows import AlignedRows, ComparisonTask, read_aligned
+from torchinstruments.merge.overview_rows import OVERVIEW_SCHEMA, overview_rows
 from torchinstruments.merge.rank_statistics import (
     NONE,
     REASONS,
@@ -20,7 +21,7 @@ from torchinstruments.merge.rank_statistics import (
 )
 from torchinstruments.store.series import SeriesKey
 
-__all__ = ["COMPARISON_SCHEMA", "ComparisonBlock", "Widest", "compare_block"]
+__all__ = ["COMPARISON_SCHEMA", "ComparisonBlock", "Widest", "compare_block", "picture_block"]
 
 SLICE_CELLS = 4096
 """Cells whose values of all ranks are sorted at once."""
@@ -98,6 +99,7 @@ class ComparisonBlock:
         not_compared: Reason to those of them that belong to no cell.
         num_repeated: Those of them that a later row of the same process and cell replaces.
         ambiguous: Rank to rows of forwards that two of its processes have.
+        overview: What is chosen for pictures.
     """
 
     table: pa.Table
@@ -109,6 +111,7 @@ class ComparisonBlock:
     not_compared: dict[str, int]
     num_repeated: int
     ambiguous: dict[int, int]
+    overview: pa.Table
 
 
 def compare_block(task: ComparisonTask) -> ComparisonBlock:
@@ -130,7 +133,27 @@ def compare_block(task: ComparisonTask) -> ComparisonBlock:
         not_compared=rows.not_compared,
         num_repeated=rows.num_repeated,
         ambiguous=rows.ambiguous,
+        overview=_overview(task, rows, found.of_parts),
     )
+
+
+def picture_block(task: ComparisonTask) -> pa.Table:
+    """Returns what is chosen of a stretch for pictures, where there is nothing to compare (worker).
+
+    Raises:
+        StorageError: A store did not answer.
+        ChangedPartError: A part cannot be read any more, or not in these columns.
+    """
+    rows = read_aligned(task)
+    return _overview(task, rows, list(_of_parts(rows)))
+
+
+def _overview(
+    task: ComparisonTask, rows: AlignedRows, of_parts: Sequence[tuple[_Integers, RankStatistics]]
+) -> pa.Table:
+    if task.pictured is None:
+        return OVERVIEW_SCHEMA.empty_table()
+    return overview_rows(rows, of_parts, task.pictured)
 
 
 class _Found:
@@ -139,7 +162,7 @@ class _Found:
     def __init__(self, rows: AlignedRows) -> None:
         cells: list[_Integers] = [np.zeros(0, np.int64)]
         found: list[RankStatistics] = []
-        of_parts = list(_of_parts(rows))
+        self.of_parts = of_parts = list(_of_parts(rows))
         self.combined = combined_parts(rows, of_parts)
         for columns, statistics in (*_of_whole(rows), *of_parts):
             kept = np.flatnonzero(statistics.num_ranks > 1)

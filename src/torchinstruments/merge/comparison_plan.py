@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torchinstruments.merge.alignment import SampleKeys
 from torchinstruments.merge.comparison_rows import ComparisonTask
+from torchinstruments.merge.overview_choice import Pictured
 from torchinstruments.merge.row_spans import Moment, RowSpan
 from torchinstruments.merge.sources import Source
 from torchinstruments.store.inventory import PartFile
@@ -39,6 +40,11 @@ class ComparisonPlan:
         return len(self._spans)
 
     @property
+    def ranks(self) -> list[int]:
+        """Ranks that have rows, ascending."""
+        return [rank for rank, _ in self._spans]
+
+    @property
     def num_rows(self) -> int:
         """Rows of all ranks."""
         return sum(span.rows for _, spans in self._spans for span in spans)
@@ -49,17 +55,23 @@ class ComparisonPlan:
             self._spans.append((rank, spans))
 
     def tasks(
-        self, moments: SampleKeys, num_series: int, run_id: str, sources: tuple[Source, ...]
+        self,
+        moments: SampleKeys,
+        num_series: int,
+        run_id: str,
+        sources: tuple[Source, ...],
+        pictured: Pictured | None = None,
     ) -> Iterator[ComparisonTask]:
-        """Yields what to compare, by forward; nothing where fewer than two ranks have rows.
+        """Yields what to compare, by forward; of a single rank only what is pictured.
 
         Args:
             moments: The forwards of all ranks, sorted.
             num_series: Series of all ranks.
             run_id: Parts of another run are left out.
             sources: The folders of the run.
+            pictured: What is chosen for pictures, None for nothing.
         """
-        if self.num_ranks < 2 or len(moments) == 0:
+        if self.num_ranks == 0 or len(moments) == 0:
             return
         num_cells = min(MAX_BLOCK_CELLS, MAX_BLOCK_VALUES // self.num_ranks)
         size = max(1, num_cells // max(1, num_series))
@@ -70,7 +82,9 @@ class ComparisonPlan:
         ]
         parts = self._parts_of_blocks(firsts)
         for first, last, own in zip(firsts, lasts, parts, strict=True):
-            yield ComparisonTask(first, last, run_id, sources, tuple(own))
+            shown = pictured if pictured is not None and pictured.between(first, last) else None
+            if self.num_ranks > 1 or shown is not None:
+                yield ComparisonTask(first, last, run_id, sources, tuple(own), shown)
 
     def _parts_of_blocks(
         self, firsts: Sequence[Moment]

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from torchinstruments.merge.comparison_cells import NOT_COMPARED, PROVENANCE, Cells, Provenances
+from torchinstruments.merge.overview_choice import Pictured
 from torchinstruments.merge.parts import reread_groups
 from torchinstruments.merge.repeated_runs import repeated_runs
 from torchinstruments.merge.row_spans import Moment
@@ -44,6 +45,7 @@ class ComparisonTask:
         run_id: Parts of another run are left out.
         sources: The folders of the run, by `PartFile.source`.
         parts: Rank to its parts with rows in the stretch, in the order of writing, and the row groups.
+        pictured: What is chosen for pictures; None where none of it lies in the stretch.
     """
 
     first: Moment
@@ -51,6 +53,7 @@ class ComparisonTask:
     run_id: str
     sources: tuple[Source, ...]
     parts: tuple[tuple[int, tuple[tuple[PartFile, tuple[int, ...]], ...]], ...]
+    pictured: Pictured | None = None
 
     @property
     def read_ranks(self) -> tuple[int, ...]:

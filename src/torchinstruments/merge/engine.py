@@ -18,7 +18,7 @@ from torchinstruments.merge.arguments import check_arguments, ranks_asked_for
 from torchinstruments.merge.catalogs import joined_modules
 from torchinstruments.merge.check_findings import CheckFindingsFold
 from torchinstruments.merge.comparison import COMPARISON_FILE, ComparisonFold
-from torchinstruments.merge.comparison_blocks import compare_block
+from torchinstruments.merge.comparison_blocks import compare_block, picture_block
 from torchinstruments.merge.coverage import Coverage, CoverageFold
 from torchinstruments.merge.entries import SummaryTable
 from torchinstruments.merge.executors import ExecutorChoice, workers_for
@@ -28,6 +28,8 @@ from torchinstruments.merge.layers import LayerFold
 from torchinstruments.merge.mapping import MAX_WAITING_BLOCKS, in_order
 from torchinstruments.merge.moments import look_at_moments
 from torchinstruments.merge.outputs import file_records, open_output, write_together
+from torchinstruments.merge.overview import OVERVIEW_FILE
+from torchinstruments.merge.overview_choice import choose_pictured, notable_forwards, notable_ranks
 from torchinstruments.merge.own_work import OwnWorkFold
 from torchinstruments.merge.parts import ChangedPartError
 from torchinstruments.merge.plan import MergePlan, plan_merge
@@ -40,6 +42,7 @@ from torchinstruments.merge.sources import close_sources
 from torchinstruments.merge.step_blocks import compare_steps
 from torchinstruments.merge.steps import STEPS_FILE, StepFold
 from torchinstruments.merge.tasks import RankReading, RankTask
+from torchinstruments.merge.timeline import TIMELINE_FILE, TimelineFold
 from torchinstruments.merge.trials import bounded_workers, without_harmful_parts
 from torchinstruments.records import ModuleRecord
 from torchinstruments.store.checks import FoundChecks
@@ -173,15 +176,30 @@ def _folded(
     _require_presence(plan, coverage.set_aside)
     found = coverage.result()
     ranks.look_closer(plan, found, executor)
-    stretches = comparison.plan.tasks(
-        coverage.alignment.samples, layers.num_series, plan.inventory.run.run_id, plan.sources
+    sections = ranks.sections()
+    samples = coverage.alignment.samples
+    pictured = choose_pictured(
+        samples,
+        layers.series_by_metric,
+        comparison.plan.ranks,
+        notable_ranks(sections, layers.extreme_ranks()),
+        notable_forwards(sections),
     )
-    for block in in_order(executor, compare_block, stretches, max_waiting=MAX_WAITING_BLOCKS):
-        comparison.add_block(block)
+    stretches = comparison.plan.tasks(
+        samples, layers.num_series, plan.inventory.run.run_id, plan.sources, pictured
+    )
+    if comparison.plan.num_ranks > 1:
+        for block in in_order(executor, compare_block, stretches, max_waiting=MAX_WAITING_BLOCKS):
+            comparison.add_block(block)
+    else:
+        for overview in in_order(executor, picture_block, stretches, max_waiting=MAX_WAITING_BLOCKS):
+            comparison.overview.add(overview)
     files: dict[str, bytes | Path] = {
         SUMMARY_FILE: table.encoded(),
         STEPS_FILE: ranks.steps.encoded(),
         COMPARISON_FILE: comparison.file(),
+        OVERVIEW_FILE: comparison.overview.encoded(pictured, len(samples)),
+        TIMELINE_FILE: ranks.timeline.encoded(samples),
     }
     result: dict[str, object] = {
         "schema_version": RESULT_SCHEMA_VERSION,
@@ -190,11 +208,7 @@ def _folded(
         "coverage": found.coverage,
         "generations": found.generations,
         "ranks": [view.record() for view in views],
-        "steps": ranks.steps.record(),
-        "replicas": ranks.replicas.record(),
-        "first_nonfinite": ranks.first_nonfinite.record(),
-        "findings": ranks.check_findings.record(),
-        "own_work": ranks.own_work.record(),
+        **sections,
         "comparison": comparison.record(),
         "layers": layers.records(comparison.of_series(), comparison.combined()),
     }
@@ -227,6 +241,7 @@ class _RankFolds:
         first_nonfinite: Which rank went wrong first.
         own_work: Which rank is late by its own work.
         check_findings: What training checks found.
+        timeline: How each rank came through the run.
     """
 
     steps: StepFold = field(default_factory=StepFold)
@@ -234,6 +249,7 @@ class _RankFolds:
     first_nonfinite: FirstNonfiniteFold = field(default_factory=FirstNonfiniteFold)
     own_work: OwnWorkFold = field(default_factory=OwnWorkFold)
     check_findings: CheckFindingsFold = field(default_factory=CheckFindingsFold)
+    timeline: TimelineFold = field(default_factory=TimelineFold)
 
     def add(
         self,
@@ -249,6 +265,17 @@ class _RankFolds:
         self.first_nonfinite.add_rank(task, reading.nonfinite, modules, unreadable)
         hosts = {one.manifest.generation: one.manifest.host for one in views if one.manifest is not None}
         self.own_work.add(reading.rank, reading.steps.timings, hosts)
+        self.timeline.add_rank(reading.rank, reading.steps.timeline, reading.keys)
+
+    def sections(self) -> dict[str, object]:
+        """Returns the sections in their order, once all was looked at; to be asked once."""
+        return {
+            "steps": self.steps.record(),
+            "replicas": self.replicas.record(),
+            "first_nonfinite": self.first_nonfinite.record(),
+            "findings": self.check_findings.record(),
+            "own_work": self.own_work.record(),
+        }
 
     def look_closer(self, plan: MergePlan, found: Coverage, executor: Executor) -> None:
         """Reads a second time what does not agree, once all ranks were added."""

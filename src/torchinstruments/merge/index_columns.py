@@ -7,13 +7,22 @@ import pyarrow as pa
 from torchinstruments.merge.comparison import COMPARISON_FILE
 from torchinstruments.merge.comparison_blocks import COMPARISON_SCHEMA
 from torchinstruments.merge.entries import SUMMARY_SCHEMA
+from torchinstruments.merge.overview import OVERVIEW_FILE
+from torchinstruments.merge.overview_rows import OVERVIEW_SCHEMA
 from torchinstruments.merge.result import SUMMARY_FILE
 from torchinstruments.merge.steps import STEPS_FILE, STEPS_SCHEMA
+from torchinstruments.merge.timeline import TIMELINE_FILE, TIMELINE_SCHEMA
 from torchinstruments.store.page_text import column_type
 
 __all__ = ["columns_text"]
 
-_TABLES = {SUMMARY_FILE: SUMMARY_SCHEMA, COMPARISON_FILE: COMPARISON_SCHEMA, STEPS_FILE: STEPS_SCHEMA}
+_TABLES = {
+    SUMMARY_FILE: SUMMARY_SCHEMA,
+    COMPARISON_FILE: COMPARISON_SCHEMA,
+    STEPS_FILE: STEPS_SCHEMA,
+    OVERVIEW_FILE: OVERVIEW_SCHEMA,
+    TIMELINE_FILE: TIMELINE_SCHEMA,
+}
 
 _SERIES: Mapping[str, str] = {
     "generation": "which (re)start of the ranks, from 0",
@@ -76,6 +85,32 @@ _MEANINGS: Mapping[str, Mapping[str, str]] = {
         "num_ranks": "how many they are",
         "ranks": "which, as a set of ranks",
         "unavailable_reason": "empty beside a value; else `further_values`, `no_value` or `no_row`",
+    },
+    OVERVIEW_FILE: {
+        "scope": "`local`: whole tensors; `local_shard`: the part that each rank has",
+        "num_ranks": "ranks with a value",
+        "num_ranks_without_value": "ranks with a row that has none",
+        "lowest_*": "of all ranks",
+        "highest_*": "likewise",
+        "median_of_ranks": "as in `comparison.parquet`",
+        "mad_of_ranks": "likewise",
+        "all_groups": "whether of every group of consecutive ranks the furthest is listed",
+        "ranks": "some ranks, ascending",
+        "values": "the value of each, rounded to 24 bits",
+        "distances": "of each from the median of the ranks that hold the same",
+    },
+    TIMELINE_FILE: {
+        "counted_in": "`attempt`, or `forward_index` where no optimizer was seen",
+        "first": "the first of the stretch, counted in that",
+        "last": "the last of the stretch",
+        "rank": "whose",
+        "samples": "forwards that this rank measured in it",
+        "samples_of_any_rank": "forwards that any rank measured in it",
+        "applied": "its optimizer steps by outcome, as are the next three",
+        "skipped": "by the loss scaler",
+        "abandoned": "no step followed",
+        "unknown": "not known",
+        "loss_scale_*": "of the scales before and after its steps; null where none is known",
     },
 }
 

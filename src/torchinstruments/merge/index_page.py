@@ -24,8 +24,10 @@ _MAX_CHECKS = 10
 
 _HOLDS = {
     "comparison.parquet": "one row a series and forward that two ranks have: how it lies over ranks",
+    "overview.parquet": "values of ranks at some forwards, chosen for pictures; never all of them",
     "steps.parquet": "what ranks disagree in, attempt by attempt; no row where they agree",
     "summary.parquet": "one row a rank and series: counts, first, latest, extremes, two windows",
+    "timeline.parquet": "samples, steps and loss scale of each rank, by stretches of the run",
 }
 
 _SECTIONS = """\

@@ -4,6 +4,7 @@ Ranks are folded in ascending order, so that ties go to the lowest rank and the 
 bytes. Nothing here is a mean over ranks: an extremum over ranks names the rank that holds it.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -56,6 +57,9 @@ class _Extreme:
         self._value[chosen] = values[better]
         self._sample_id[chosen] = sample_ids[better]
         self._rank[chosen] = rank
+
+    def ranks(self) -> npt.NDArray[np.int64]:
+        return self._rank[~np.isnan(self._value)]
 
     def record(self, series: int) -> dict[str, object] | None:
         value = number(float(self._value[series]))
@@ -140,6 +144,19 @@ class LayerFold:
     def num_series(self) -> int:
         """Series of all ranks."""
         return len(self._numbers)
+
+    @property
+    def series_by_metric(self) -> dict[str, int]:
+        """Statistic to the number of its series."""
+        return dict(Counter(key.metric for key in self._numbers))
+
+    def extreme_ranks(self) -> list[int]:
+        """Returns the ranks that hold an extremum of any series, those that hold most of them first."""
+        held = (
+            one.ranks() for one in (self._lowest, self._highest, self._latest_lowest, self._latest_highest)
+        )
+        ranks, counts = np.unique(np.concatenate(list(held)), return_counts=True)
+        return ranks[np.lexsort((ranks, -counts))].tolist()
 
     def records(
         self,

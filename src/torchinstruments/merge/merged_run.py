@@ -20,7 +20,7 @@ from torchinstruments.store.storage import Storage
 if TYPE_CHECKING:
     import polars as pl
 
-__all__ = ["MergedRun", "open_merged"]
+__all__ = ["MergedRun", "merged_folder", "open_merged"]
 
 
 class _Run(msgspec.Struct):
@@ -123,7 +123,7 @@ def open_merged(url: str, storage_options: Mapping[str, object] | None) -> Merge
         StorageError: The store refused or did not answer.
     """
     folder = url[: -len(RESULT_FILE)] if url.endswith(f"/{RESULT_FILE}") else url
-    storage = _merged_folder(open_storage(folder, storage_options))
+    storage = merged_folder(open_storage(folder, storage_options))
     try:
         result = _decoded(storage.read(RESULT_FILE), storage)
         data = storage.read(SUMMARY_FILE)
@@ -150,7 +150,13 @@ def open_merged(url: str, storage_options: Mapping[str, object] | None) -> Merge
     )
 
 
-def _merged_folder(storage: Storage) -> Storage:
+def merged_folder(storage: Storage) -> Storage:
+    """Returns the folder of the merged files: of a run, or a folder that is one.
+
+    Raises:
+        RunFormatError: It holds neither.
+        StorageError: The store refused or did not answer.
+    """
     names = {entry.path for entry in storage.list()}
     if RUN_FILE in names:
         return storage.child(MERGED)

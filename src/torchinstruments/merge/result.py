@@ -20,8 +20,10 @@ from torchinstruments.merge.answers import (
 )
 from torchinstruments.merge.comparison import COMPARISON_FILE
 from torchinstruments.merge.digest import digest_html, digest_lines
+from torchinstruments.merge.overview import OVERVIEW_FILE
 from torchinstruments.merge.rank_sets import ranks_text
 from torchinstruments.merge.steps import STEPS_FILE
+from torchinstruments.merge.timeline import TIMELINE_FILE
 from torchinstruments.store.storage import Storage
 
 if TYPE_CHECKING:
@@ -46,12 +48,13 @@ class MergeResult:
             ``findings``, ``own_work``, ``comparison``, ``layers``.
         url: Folder that holds ``result.json`` and its tables, without secrets.
         complete: Whether nothing that was expected is missing, and nothing was set aside.
+        storage: That folder, opened.
     """
 
     result: Mapping[str, object]
     url: str
     complete: bool
-    _storage: Storage = field(repr=False, compare=False)
+    storage: Storage = field(repr=False, compare=False)
 
     def __repr__(self) -> str:
         """Returns five lines: which ranks, what is missing, same steps, first nonfinite, widest."""
@@ -129,6 +132,24 @@ class MergeResult:
         """
         return self._table(COMPARISON_FILE)
 
+    def overview(self) -> "pl.DataFrame":
+        """Returns ``overview.parquet``: how values lie over ranks at the forwards chosen for pictures.
+
+        Raises:
+            StorageError: The store refused or did not answer.
+            FileNotFoundError: The merge was one of an earlier release, or somebody took the file away.
+        """
+        return self._table(OVERVIEW_FILE)
+
+    def timeline(self) -> "pl.DataFrame":
+        """Returns ``timeline.parquet``: samples, steps and loss scale of each rank, stretch by stretch.
+
+        Raises:
+            StorageError: The store refused or did not answer.
+            FileNotFoundError: The merge was one of an earlier release, or somebody took the file away.
+        """
+        return self._table(TIMELINE_FILE)
+
     def steps(self) -> "pl.DataFrame":
         """Returns ``steps.parquet``: what ranks disagree in, attempt by attempt, one row a value.
 
@@ -141,4 +162,4 @@ class MergeResult:
     def _table(self, name: str) -> "pl.DataFrame":
         import polars as pl
 
-        return pl.read_parquet(io.BytesIO(self._storage.read(name)))
+        return pl.read_parquet(io.BytesIO(self.storage.read(name)))

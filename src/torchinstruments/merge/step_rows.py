@@ -18,6 +18,7 @@ from torchinstruments.merge.ranges import (
     text_digests,
     widen,
 )
+from torchinstruments.merge.timeline import TimelineTally, outcome_code
 from torchinstruments.records import GradSync, Outcome
 from torchinstruments.store.inventory import PartFile
 from torchinstruments.store.row_blocks import floats, integers
@@ -80,6 +81,7 @@ class StepReading:
         ranges: Digests of the rows.
         spans: The parts that were read.
         timings: Of each generation.
+        timeline: How its attempts ended, stretch by stretch.
     """
 
     attempts: int
@@ -89,6 +91,7 @@ class StepReading:
     ranges: RangeTable
     spans: tuple[PartSpan, ...]
     timings: tuple[Timings, ...]
+    timeline: TimelineTally
 
 
 class StepRows:
@@ -102,6 +105,7 @@ class StepRows:
         self._ranges = RangeTally(STEP_RANGE)
         self._spans: list[PartSpan] = []
         self._timings = TimingsTally()
+        self._timeline = TimelineTally()
         self._last: tuple[str, int, int] = ("", -1, -1)
 
     def add(self, part: PartFile, rows: Iterable[pa.RecordBatch]) -> None:
@@ -124,6 +128,7 @@ class StepRows:
             ranges=self._ranges.finish(),
             spans=tuple(self._spans),
             timings=self._timings.finish(),
+            timeline=self._timeline,
         )
 
     def _add(
@@ -139,6 +144,9 @@ class StepRows:
         for text, count in zip(outcomes, np.bincount(positions, minlength=len(outcomes)), strict=True):
             if count:
                 self._outcomes[text] += int(count)
+        codes = np.array([outcome_code(text) for text in outcomes], np.int64)[positions]
+        scales = (floats(batch, "scale_before"), floats(batch, "scale_after"))
+        self._timeline.add_steps(generation, attempt, codes, *scales)
         self._add_unsynchronised(batch, generation, attempt, positions, outcomes)
         names = ("optimizer", "optimizer_attempt", "micro_batches")
         columns = [attempt, *(integers(batch, name) for name in names), text_digests(outcomes)[positions]]

@@ -6,6 +6,8 @@ by their footers, once a table, when it is first asked for; what is left out has
 `Run.quarantined`. A damaged page behind a sound footer can only show when it is read, and fails that read.
 """
 
+import html
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -68,6 +70,29 @@ class Run:
     def __repr__(self) -> str:
         ranks = "1 rank" if len(self.ranks) == 1 else f"{len(self.ranks)} ranks"
         return f"<Run {self.run.run_id!r}: {ranks}, {', '.join(self.urls)}>"
+
+    def _repr_html_(self) -> str:
+        """Returns which ranks lie where and what became of their processes, for notebooks; all is escaped."""
+        rows = [
+            ("folders", ", ".join(self.urls)),
+            ("began", self.run.created_at),
+            ("ranks", f"{len(self.ranks)} of {self._world_size}"),
+            ("generations", str(len(self.generations))),
+            ("processes", ", ".join(f"{number} {name}" for name, number in self._num_by_status()) or "none"),
+            ("signals", ", ".join(self.run.signals)),
+            ("tables", "history(), samples(), steps(), fingerprints()"),
+        ]
+        cells = "".join(
+            f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>" for name, text in rows
+        )
+        return f"<div><p><code>{html.escape(repr(self))}</code></p><table>{cells}</table></div>"
+
+    @property
+    def _world_size(self) -> int:
+        return self.generations[-1].world_size if self.generations else self.run.world_size
+
+    def _num_by_status(self) -> list[tuple[str, int]]:
+        return sorted(Counter(status.value for status in self.status.values()).items())
 
     @property
     def inventory(self) -> Inventory:

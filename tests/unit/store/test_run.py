@@ -278,3 +278,18 @@ def test_a_result_that_is_none_is_refused(folder: Path, data: bytes, message: st
 
     with pytest.raises(RunFormatError, match=f"{message}.* again"):
         open_run(str(folder)).coverage()
+
+
+def test_a_notebook_shows_ranks_and_what_became_of_them(folder: Path) -> None:
+    """Folders, ranks and processes as a table, in which no name of a run is markup."""
+    hostile = folder / "<img src=x>"
+    hostile.mkdir()
+    storage = LocalStorage(str(hostile))
+    begin_run(storage)
+    write_rank(storage, 0)
+    page = open_run(str(hostile))._repr_html_()
+    assert "<img" not in page
+    assert "&lt;img src=x&gt;" in page
+    page = open_run(str(folder))._repr_html_()
+    assert "<th>ranks</th><td>2 of 2</td>" in page
+    assert "<th>processes</th><td>2 closed</td>" in page

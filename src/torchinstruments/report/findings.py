@@ -1,9 +1,9 @@
-"""The head of what ``merge`` prints: steps, replicas, the first nonfinite value, checks, late ranks."""
+"""What a merge says in lines: steps, replicas, the first nonfinite value, checks, late ranks."""
 
 from collections.abc import Sequence
 
-from torchinstruments.cli.console import count_text
-from torchinstruments.cli.document import Record, as_integer, as_list, as_number, as_record
+from torchinstruments.report.document import Record, as_integer, as_list, as_number, as_record
+from torchinstruments.report.texts import count_text
 
 __all__ = ["finding_lines"]
 
