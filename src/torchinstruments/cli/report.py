@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchinstruments.cli.command import Command, add_place_arguments, storage_options
@@ -50,19 +50,18 @@ def _run(arguments: argparse.Namespace) -> int:
     from torchinstruments.report.page import write_report
 
     written = write_report(merged, arguments.output, storage_options=options)
-    document = {
-        "report": written.url,
-        "size_bytes": written.size_bytes,
-        "complete": written.complete,
-        "missing": list(written.missing),
-    }
-    if arguments.as_json:
-        _print_json(document)
-    else:
-        for sentence in written.missing:
-            print(f"  missing      {shown_text(sentence)}")
-        state = "" if merged.complete else "; the merge was NOT COMPLETE, see the facts in it"
-        print(f"  report       {shown_text(written.url)} ({written.size_bytes / 1e6:.1f} MB{state})")
+    state = "" if merged.complete else "; the merge was NOT COMPLETE, see the facts in it"
+    _say(
+        arguments,
+        [f"  missing      {shown_text(sentence)}" for sentence in written.missing]
+        + [f"  report       {shown_text(written.url)} ({written.size_bytes / 1e6:.1f} MB{state})"],
+        {
+            "report": written.url,
+            "size_bytes": written.size_bytes,
+            "complete": written.complete,
+            "missing": list(written.missing),
+        },
+    )
     return 0 if written.complete else 1
 
 
@@ -71,8 +70,9 @@ COMMAND = Command(
     summary="write what a merge found as one HTML page",
     description="Writes merged/report.html: a page that needs no network, with the facts of the merge first, "
     "then pictures in which to choose layer, signal, metric and rank. Reads what the last merge wrote, and "
-    "merges first where there is none. Needs pip install 'torchinstruments[report]'. Example: "
-    "torchinstruments report runs/first",
+    "merges first where there is none. Needs pip install 'torchinstruments[report]'.",
+    example="torchinstruments report runs/first",
+    exit_codes="0 complete, 1 done, but something is missing in the merge or in the pictures, 2 could not",
     add_arguments=_add_arguments,
     run=_run,
 )
@@ -97,26 +97,31 @@ def _write_scalars(merged: "MergeResult", arguments: argparse.Namespace) -> int:
     from torchinstruments.report.tensorboard import write_tensorboard
 
     written = write_tensorboard(merged, arguments.tensorboard)
-    if arguments.as_json:
-        _print_json(
-            {
-                "tensorboard": str(written.folder),
-                "series": written.num_series,
-                "values": written.num_values,
-                "complete": merged.complete,
-            }
-        )
-    elif written.num_series == 0:
-        print("  scalars      none, for no series was measured on two ranks")
+    if written.num_series == 0:
+        line = "  scalars      none, for no series was measured on two ranks"
     else:
         series = count_text(written.num_series, "series", "series")
-        print(
+        line = (
             f"  scalars      {series} in {shown_text(str(written.folder))}; tensorboard --logdir shows them"
         )
+    _say(
+        arguments,
+        [line],
+        {
+            "tensorboard": str(written.folder),
+            "series": written.num_series,
+            "values": written.num_values,
+            "complete": merged.complete,
+        },
+    )
     return 0 if merged.complete and written.num_series else 1
 
 
-def _print_json(document: Mapping[str, object]) -> None:
+def _say(arguments: argparse.Namespace, lines: Sequence[str], document: Mapping[str, object]) -> None:
+    """Prints lines for people, and the document where it was asked for."""
     from torchinstruments.store.manifest import encode_document
 
-    sys.stdout.write(encode_document(dict(document)).decode())
+    for line in lines:
+        print(line, file=sys.stderr if arguments.as_json else sys.stdout)
+    if arguments.as_json:
+        sys.stdout.write(encode_document(dict(document)).decode())
