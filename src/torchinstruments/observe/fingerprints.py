@@ -146,8 +146,8 @@ class Fingerprinter:
                 keys = ReplicaKeys(model)
                 at_rest = ManagedParameters.of(model).at_rest or {}
                 for named in named_tensors(model):
-                    part = at_rest.get(id(named.tensor), named.tensor)
-                    row = self._row(replace(named, tensor=part), keys, numbers)
+                    part = at_rest.get(id(named.tensor))
+                    row = self._row(named if part is None else replace(named, tensor=part), keys, numbers)
                     if row is not None:
                         rows.append(row)
             except Exception as error:  # noqa: BLE001 - nothing may leave a hook

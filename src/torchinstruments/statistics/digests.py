@@ -1,23 +1,28 @@
 """A number of 64 bits for the bytes of a tensor: equal bytes give equal numbers, on any device.
 
-The bytes are read in logical order as words ``x_i`` of 8 bytes; what does not fill the last word is zeros. A
-block of 32,768 words has the sum of ``w_i * (x_i ^ x_i >> 31)`` modulo 2^64, and the digest is the sum of the
-blocks, each times a multiplier of its own. All factors are odd and fixed. So a word enters through a
-bijection, and any change that is confined to one word changes the digest with certainty; changes of several
-words cancel with a probability of about 2^-31 at worst. Sums of integers do not depend on the order of
-adding: neither threads, nor pieces, nor a device's schedule can change a digest. Two NaNs of other bits, and
--0 and +0, are different bytes. Length and type are not in the digest; they stand beside it.
+The bytes are read in logical order, in blocks of 262,144; what is missing of the last 8 is zeros. Each byte
+is mixed with the one that stands 3 places behind it in its block, by an exclusive or; the last three are left
+as they are. Words ``x_i`` of 8 mixed bytes make the sum of ``w_i * x_i`` modulo 2^64, and the digest is the
+sum of the blocks, each times a multiplier of its own. All factors are odd and fixed. Sums of integers do not
+depend on the order of adding: neither threads, nor pieces, nor a device's schedule can change a digest. Two
+NaNs of other bits, and -0 and +0, are different bytes. Length and type are not in the digest; they stand
+beside it.
 
-The shift keeps changes away from the top bit alone, which an odd factor cannot spread, so that two of them
-would cancel. It is no multiple of the width of any dtype: with 32, the signs of both float32 of a word would
-come out as that bit, and a tensor be taken for its negative.
+A change of one bit, or of several within 4 aligned bytes, changes the digest with certainty: it reaches two
+words at most, in which the lowest bits that differ do not have the same place, so that no odd factors make
+them cancel. Other changes cancel with a probability of about 2^-24 at worst, as long as they are not of one
+bit in every third byte of a stretch, and nothing else: no dtype has entries of three bytes.
+
+The mixing loses nothing, for it can be undone from the end of a block. It keeps changes away from the top bit
+of a word alone, which an odd factor cannot spread, so that two of them would cancel. An odd distance does so
+for every dtype of more than one byte: with 4, the signs of both float32 of a word would come out as that bit,
+and a tensor be taken for its negative. A bit that changes in every byte is left in the last three.
 
 Where the tensor lies in the host's memory NumPy computes it, which is twice as fast there as the same in
 torch, and its result is a number at once. Elsewhere it is a 0-d int64 tensor, for torch wraps modulo 2^64
-too; only its shift has to be masked, since it copies the sign.
+too.
 """
 
-import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -36,7 +41,7 @@ BLOCK_WORDS = 32_768
 """Words that share one multiplier; on a host the pieces that stay in its cache."""
 
 _WORD_BYTES = 8
-_FOLD = 31
+_DISTANCE = 3
 _BLOCK_BYTES = BLOCK_WORDS * _WORD_BYTES
 _NUM_MULTIPLIERS = 16_384
 _SEED_OF_WEIGHTS = 0
@@ -79,26 +84,18 @@ class Digester:
             and not tensor.is_conj()
         ):
             # Models have hundreds of these, each of which costs what is done around the numbers.
-            words = as_array(_as_integers(tensor)).reshape(-1).view(np.uint64)
-            mixed = words >> _FOLD
-            mixed ^= words
-            mixed *= weights[: len(mixed)]
-            return int(np.add.reduce(mixed)) * int(multipliers[0]) & _ALL_64
-        scratch = np.empty(min(tensor.nbytes // _WORD_BYTES, BLOCK_WORDS), np.uint64)
+            data = as_array(_as_integers(tensor)).reshape(-1).view(np.uint8)
+            mixed = data.copy()
+            ahead = mixed[:-_DISTANCE]
+            ahead ^= data[_DISTANCE:]
+            words = mixed.view(np.uint64)
+            words *= weights[: len(words)]
+            return int(np.add.reduce(words)) * int(multipliers[0]) & _ALL_64
+        scratch = np.empty(min(num_bytes + _WORD_BYTES, _BLOCK_BYTES), np.uint8)
         total, block = 0, 0
         for data in _host_pieces(tensor, self._piece_bytes):
-            num_words = len(data) // _WORD_BYTES
-            words = data[: num_words * _WORD_BYTES].view(np.uint64)
-            for first in range(0, -(-len(data) // _WORD_BYTES), BLOCK_WORDS):
-                entries = words[first : first + BLOCK_WORDS]
-                mixed = scratch[: len(entries)]
-                np.right_shift(entries, _FOLD, out=mixed)
-                np.bitwise_xor(mixed, entries, out=mixed)
-                np.multiply(mixed, weights[: len(entries)], out=mixed)
-                in_block = int(np.add.reduce(mixed))
-                if len(entries) < BLOCK_WORDS and num_words * _WORD_BYTES < len(data):
-                    last = _padded(data[num_words * _WORD_BYTES :])
-                    in_block += (last ^ last >> _FOLD) * int(weights[len(entries)])
+            for first in range(0, len(data), _BLOCK_BYTES):
+                in_block = _host_sum(data[first : first + _BLOCK_BYTES], scratch, weights)
                 total += in_block * _host_multiplier(multipliers, block)
                 block += 1
         return total & _ALL_64
@@ -115,15 +112,14 @@ class Digester:
         total = torch.zeros((), dtype=torch.int64, device=tensor.device)
         block = 0
         for piece in _byte_pieces(tensor, self._piece_bytes):
-            words = _device_words(piece)
-            num_blocks, num_last = divmod(words.numel(), BLOCK_WORDS)
+            num_blocks, num_last = divmod(piece.numel(), _BLOCK_BYTES)
             sums: list[torch.Tensor] = []
             if num_blocks:
-                whole = words.narrow(0, 0, num_blocks * BLOCK_WORDS).view(num_blocks, BLOCK_WORDS)
-                sums.append(_mixed(whole).mul_(weights).sum(1))
+                whole = piece.narrow(0, 0, num_blocks * _BLOCK_BYTES).view(num_blocks, _BLOCK_BYTES)
+                sums.append(_device_sums(whole, weights))
             if num_last:
-                last = words.narrow(0, num_blocks * BLOCK_WORDS, num_last)
-                sums.append(_mixed(last).mul_(weights.narrow(0, 0, num_last)).sum().view(1))
+                last = piece.narrow(0, num_blocks * _BLOCK_BYTES, num_last).view(1, num_last)
+                sums.append(_device_sums(last, weights))
             in_blocks = torch.cat(sums)
             num_blocks = in_blocks.numel()
             if block + num_blocks <= _NUM_MULTIPLIERS:
@@ -165,11 +161,6 @@ def _odd_factors(first: int, count: int, device: torch.device) -> torch.Tensor:
     return mixed.bitwise_or_(1)
 
 
-def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """Returns each word with its upper bits folded into its lower ones."""
-    return _shifted(words, _FOLD).bitwise_xor_(words)
-
-
 def _shifted(words: torch.Tensor, shift: int) -> torch.Tensor:
     """Returns int64 words shifted to the right, with zeros from the left."""
     return torch.bitwise_right_shift(words, shift).bitwise_and_((1 << (64 - shift)) - 1)
@@ -180,17 +171,31 @@ def _signed(factor: int) -> int:
     return factor - (1 << 64) if factor >> 63 else factor
 
 
+def _host_sum(data: npt.NDArray[np.uint8], scratch: npt.NDArray[np.uint8], weights: _Words) -> int:
+    """Returns the sum of a block of at least one byte; modulo 2^64 only once it is reduced.
+
+    Args:
+        data: All bytes of the block.
+        scratch: As many bytes, and those that fill the last word; aligned to words.
+        weights: Of words.
+    """
+    num_bytes = len(data)
+    num_words = -(-num_bytes // _WORD_BYTES)
+    num_mixed = max(num_bytes - _DISTANCE, 0)
+    np.bitwise_xor(data[:num_mixed], data[_DISTANCE:], out=scratch[:num_mixed])
+    scratch[num_mixed:num_bytes] = data[num_mixed:]
+    scratch[num_bytes : num_words * _WORD_BYTES] = 0
+    words = scratch[: num_words * _WORD_BYTES].view(np.uint64)
+    np.multiply(words, weights[:num_words], out=words)
+    return int(np.add.reduce(words))
+
+
 def _host_multiplier(multipliers: _Words, block: int) -> int:
     """Returns the multiplier of a block."""
     if block < len(multipliers):
         return int(multipliers[block])
     factor = _odd_factors(_SEED_OF_MULTIPLIERS + block, 1, torch.device("cpu"))
     return unsigned(int(factor[0]))
-
-
-def _padded(rest: npt.NDArray[np.uint8]) -> int:
-    """Returns fewer than 8 bytes as the word that zeros make of them."""
-    return int.from_bytes(rest.tobytes().ljust(_WORD_BYTES, b"\0"), sys.byteorder)
 
 
 def _host_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[npt.NDArray[np.uint8]]:
@@ -205,14 +210,15 @@ def _host_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[npt.NDArray
             yield as_array(piece)
 
 
-def _device_words(piece: torch.Tensor) -> torch.Tensor:
-    """Returns bytes as int64 words, the last one filled with zeros."""
-    missing = -piece.numel() % _WORD_BYTES
-    if missing:
-        piece = torch.cat((piece, torch.zeros(missing, dtype=torch.uint8, device=piece.device)))
-    elif piece.storage_offset() % _WORD_BYTES:
-        piece = piece.clone()
-    return piece.view(torch.int64)
+def _device_sums(blocks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Returns the sums of blocks of bytes, one in a row, all but the last word of each whole."""
+    num_bytes = blocks.shape[1]
+    mixed = torch.constant_pad_nd(blocks, (0, -num_bytes % _WORD_BYTES))
+    if num_bytes > _DISTANCE:
+        num_mixed = num_bytes - _DISTANCE
+        mixed.narrow(1, 0, num_mixed).bitwise_xor_(blocks.narrow(1, _DISTANCE, num_mixed))
+    words = mixed.view(torch.int64)
+    return words.mul_(weights.narrow(0, 0, words.shape[1])).sum(1)
 
 
 def _byte_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[torch.Tensor]:

@@ -74,11 +74,24 @@ def _facts(ordered: OrderedEntries, num_distinct: int, repeats: int) -> Facts:
         num_entries=num_entries,
         num_zero=ordered.num_zero * repeats,
         num_nonfinite=num_nonfinite,
-        moments=ordered.moments(low, high, found[2]).repeated(repeats),
+        moments=ordered.moments(low, high, _pivot(found)).repeated(repeats),
         minimum=low,
         maximum=high,
         quartiles=(*zip(found[::2], found[1::2], strict=True),),
     )
+
+
+def _pivot(found: Sequence[float]) -> float:
+    """Returns the median, or zero where that lies about as near to the middle, and is not subtracted.
+
+    Half of the entries lie outside of the quartiles. So a zero that is no further from the median than half
+    of their distance is within three deviations of the mean, and less than four bits of the squares cancel.
+
+    Args:
+        found: The entries around each quartile.
+    """
+    median = found[2]
+    return 0.0 if isinstance(median, float) and abs(median) <= (found[-1] - found[0]) / 2 else median
 
 
 def _binned(

@@ -18,6 +18,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from torchinstruments.statistics.spare import LINE_BYTES, borrowed
+
 __all__ = [
     "CHUNK",
     "NO_MOMENTS",
@@ -37,9 +39,6 @@ Array: TypeAlias = npt.NDArray[Any]
 
 CHUNK = 65_536
 """Entries that are widened to float64 at a time: they stay in the cache."""
-
-_LINE_BYTES = 64
-"""Of a cache, on nearly all processors; elsewhere only speed suffers."""
 
 _LARGE, _SMALL = 2.0**500, 2.0**-450
 """Beyond these a square leaves float64, or comes too near to its end for differences to keep their digits."""
@@ -91,15 +90,16 @@ def moments(pieces: Iterable[Array], num_entries: int, *, low: float, high: floa
     exponent = 0 if isinstance(low, int) else exponent_of(max(abs(low), abs(high)))
     sums: list[float] = []
     squares: list[float] = []
-    memory = aligned_floats(min(CHUNK, num_entries))
-    for piece in pieces:
-        if piece.size > memory.size:
-            memory = aligned_floats(piece.size)
-        shifted = memory[: piece.size]
-        _shift(piece, shifted, low, pivot, exponent)
-        sums.append(float(np.add.reduce(shifted)))
-        np.multiply(shifted, shifted, out=shifted)
-        squares.append(float(np.add.reduce(shifted)))
+    with borrowed(8 * min(CHUNK, num_entries)) as block:
+        memory = block.view(np.float64)
+        for piece in pieces:
+            if piece.size > memory.size:
+                memory = aligned_floats(piece.size)
+            shifted = memory[: piece.size]
+            _shift(piece, shifted, low, pivot, exponent)
+            sums.append(float(np.add.reduce(shifted)))
+            np.multiply(shifted, shifted, out=shifted)
+            squares.append(float(np.add.reduce(shifted)))
     scaled_pivot = math.ldexp(pivot, -exponent) if exponent else float(pivot)
     return resolve(math.fsum(sums), math.fsum(squares), num_entries, scaled_pivot, exponent)
 
@@ -109,8 +109,8 @@ def aligned_floats(number: int) -> Array:
 
     NumPy's own begins 16 bytes into a line, which makes each pass over it a seventh slower.
     """
-    memory = np.empty(8 * number + _LINE_BYTES, dtype=np.uint8)
-    start = -memory.ctypes.data % _LINE_BYTES
+    memory = np.empty(8 * number + LINE_BYTES, dtype=np.uint8)
+    start = -memory.ctypes.data % LINE_BYTES
     return memory[start : start + 8 * number].view(np.float64)
 
 

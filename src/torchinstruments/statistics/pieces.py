@@ -12,7 +12,10 @@ import torch
 from torchinstruments.statistics.host_memory import as_array
 from torchinstruments.statistics.moments import Array
 
-__all__ = ["finite_pieces", "flat_pieces", "replaced_pieces", "without_repeats"]
+__all__ = ["finite_pieces", "flat_pieces", "replaced", "replaced_pieces", "without_repeats"]
+
+_ONE_THREAD = 32_768
+"""Entries up to which an operation of torch stays in the thread that calls it."""
 
 
 def without_repeats(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -75,18 +78,38 @@ def finite_pieces(tensor: torch.Tensor, num_entries: int) -> Iterator[Array]:
 def replaced_pieces(tensor: torch.Tensor, num_entries: int, other: float | None) -> Iterator[Array]:
     """Yields all entries of a CPU tensor in flat arrays, with another in place of each that is not finite.
 
+    Each array lasts until the next one is asked for.
+
     Args:
         tensor: Of a dtype that NumPy knows, with at least one entry.
         num_entries: Entries of a piece at most.
-        other: An entry; None where all are finite, and are not looked at.
+        other: An entry, or zero; None where all are finite, and are not looked at.
     """
-    if tensor.is_contiguous():
+    if other is not None:
+        memory = torch.empty(min(num_entries, tensor.numel()), dtype=tensor.dtype, device="cpu")
+        for piece in flat_pieces(tensor, num_entries):
+            yield as_array(replaced(piece, other, memory))
+    elif tensor.is_contiguous():
         flat: Array = as_array(tensor.view(-1))
-        pieces = (flat[start : start + num_entries] for start in range(0, flat.size, num_entries))
+        yield from (flat[start : start + num_entries] for start in range(0, flat.size, num_entries))
     else:
-        pieces = (as_array(piece) for piece in flat_pieces(tensor, num_entries))
-    for entries in pieces:
-        yield entries if other is None else np.where(np.isfinite(entries), entries, entries.dtype.type(other))
+        yield from (as_array(piece) for piece in flat_pieces(tensor, num_entries))
+
+
+def replaced(entries: torch.Tensor, other: float, memory: torch.Tensor) -> torch.Tensor:
+    """Returns entries with another in place of each that is not finite; a part of the memory.
+
+    torch does so in one vectorised pass, NumPy with a branch for each entry.
+
+    Args:
+        entries: Flat, on the CPU, of a floating-point dtype.
+        other: Finite, and a number of that dtype.
+        memory: Flat, of that dtype, at least as large.
+    """
+    result = memory.narrow(0, 0, entries.numel())
+    for source, target in zip(entries.split(_ONE_THREAD), result.split(_ONE_THREAD), strict=True):
+        torch.nan_to_num(source, other, other, other, out=target)
+    return result
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,8 @@ class ExactProfile(FactsReducer):
     first two is faster for large tensors is tried once, and changes no number. The peak of scratch is one
     copy, or two where both fit and unlucky data is selected from (float16 and bfloat16 below 65,536 entries:
     one in float32); 8-bit and larger 16-bit tensors need about 3 MB, and a tensor whose copy would exceed
-    ``max_scratch_bytes`` is read several times instead, with about 50 MB.
+    ``max_scratch_bytes`` is read several times instead, with about 50 MB. At most 6 MB are kept for the next
+    tensor.
     """
 
     @property

@@ -15,7 +15,7 @@ from torchinstruments.statistics.bins import sorted_counts
 from torchinstruments.statistics.counted_bins import counted_bins
 from torchinstruments.statistics.host_memory import NUMPY_DTYPES, as_array
 from torchinstruments.statistics.moments import CHUNK, Array, Moments, moments
-from torchinstruments.statistics.pieces import finite_pieces, replaced_pieces
+from torchinstruments.statistics.pieces import finite_pieces, replaced, replaced_pieces
 from torchinstruments.statistics.selection import count_true, select
 
 __all__ = ["SelectedEntries"]
@@ -44,18 +44,20 @@ class SelectedEntries:
         """Sets the numbers of finite entries and of those before them, and their ends."""
         num_finite = 0
         low, high = self._entries.dtype.type(np.inf), self._entries.dtype.type(-np.inf)
+        flat = self._tensor.view(-1)
+        memory = torch.empty(min(CHUNK, flat.numel()), dtype=flat.dtype, device="cpu")
         for start in range(0, self._entries.size, CHUNK):
             piece = self._entries[start : start + CHUNK]
             finite = np.isfinite(piece)
             number = int(np.count_nonzero(finite))
             if number == 0:
-                self._num_before += count_true(piece, np.equal, piece.dtype.type(-np.inf))
                 continue
             if number < piece.size:
-                self._num_before += count_true(piece, np.equal, piece.dtype.type(-np.inf))
-                piece = np.where(finite, piece, piece[finite.argmax()])
+                other = piece[finite.argmax()].item()
+                piece = as_array(replaced(flat.narrow(0, start, piece.size), other, memory))
             num_finite += number
             low, high = min(low, piece.min()), max(high, piece.max())
+        self._num_before = count_true(self._entries, np.equal, self._entries.dtype.type(-np.inf))
         self._num_finite = num_finite
         self._low, self._high = (low, high) if num_finite else _ends(self._entries[:0])
 

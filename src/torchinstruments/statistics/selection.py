@@ -13,11 +13,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from torchinstruments.statistics.moments import Array
+from torchinstruments.statistics.spare import SPARE_BYTES, borrowed
 
 __all__ = ["Selection", "count_true", "scattered", "select"]
 
@@ -27,7 +28,7 @@ _SAMPLE = 8192
 _ENOUGH = 12_000
 """Entries among which ranks are put into place without a further sample."""
 
-_PIECE = 1 << 18
+_PIECE = 1 << 19
 """Entries that are compared at a time: they and their masks stay in the cache."""
 
 _NUM_DEVIATIONS = 4.0
@@ -50,6 +51,9 @@ class _Bracket:
         pivot: An end, or an entry between them, which was counted up to; None where none was.
         num_at_most_low: Entries that are not above the lower end; with a pivot at first those not above it,
             or not in the bracket and below it.
+        up_to: Tells by the upper end what is not above the bracket. The upper end itself is inside only where
+            it is the pivot, so that the comparisons of the count serve again.
+        parity: What the count left behind; the same for all brackets.
     """
 
     low: np.number[Any]
@@ -59,6 +63,30 @@ class _Bracket:
     place: int
     pivot: np.number[Any] | None = None
     num_at_most_low: int = 0
+    up_to: np.ufunc = np.less
+    parity: "_Parity | None" = None
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether anything can be inside."""
+        return bool(self.low < self.high)
+
+
+_Comparison: TypeAlias = tuple[np.ufunc, np.number[Any]]
+"""With a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parity:
+    """What some comparisons say of each entry, in one bit.
+
+    Attributes:
+        comparisons: Each of them once.
+        is_odd: For each entry whether an odd number of them is true.
+    """
+
+    comparisons: frozenset[_Comparison]
+    is_odd: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +103,17 @@ class Selection:
 
 
 class _Ends:
-    """Which ranks the ends of brackets have among entries; each count is made once."""
+    """Which ranks the ends of brackets have among entries; each count is made once.
 
-    def __init__(self, entries: Array) -> None:
+    Args:
+        entries: Flat.
+        memory: Takes the parity of a count, for as long as it is used.
+    """
+
+    def __init__(self, entries: Array, memory: Array) -> None:
         self._entries = entries
-        self._counted: dict[tuple[np.ufunc, np.number[Any]], int] = {}
+        self._memory = memory
+        self._counted: dict[_Comparison, int] = {}
 
     def at(self, bracket: _Bracket, rank: int) -> np.number[Any] | None:
         """Returns the end of the bracket that has a rank, which lies not inside; None where none has."""
@@ -91,13 +125,21 @@ class _Ends:
     def num_true(self, compare: np.ufunc, value: np.number[Any]) -> int:
         """Returns how many entries compare true with a value."""
         if (compare, value) not in self._counted:
-            self.count(compare, (value,))
+            self._counted[compare, value] = count_true(self._entries, compare, value)
         return self._counted[compare, value]
 
-    def count(self, compare: np.ufunc, values: Sequence[np.number[Any]]) -> None:
-        """Counts how many entries compare true with each value, in one pass."""
-        for value, number in zip(values, _numbers_true(self._entries, compare, values), strict=True):
-            self._counted[compare, value] = number
+    def count(self, compare: np.ufunc, values: Sequence[np.number[Any]]) -> _Parity | None:
+        """Counts how many entries compare true with each value, in one pass.
+
+        Returns:
+            The parity of these comparisons; None where the memory is too small for it.
+        """
+        is_odd = self._memory if self._memory.size >= self._entries.size else None
+        distinct = tuple(dict.fromkeys(values))
+        numbers = _numbers_true(self._entries, compare, distinct, is_odd)
+        comparisons = [(compare, value) for value in distinct]
+        self._counted |= dict(zip(comparisons, numbers, strict=True))
+        return None if is_odd is None else _Parity(frozenset(comparisons), is_odd)
 
     def num_equal(self, value: np.number[Any]) -> int | None:
         """Returns how many entries equal a value, where that was counted."""
@@ -125,10 +167,11 @@ def select(entries: Array, ranks: Iterable[int], low: np.number[Any], high: np.n
     num_zero: int | None = None
     is_near = True
     while asked and entries.size > _ENOUGH:
-        ends = _Ends(entries)
-        brackets = _brackets(entries, sorted(asked), low, high)
-        is_near = is_near and _narrow_all(brackets, ends, entries.size)
-        inside = _collect(entries, brackets)
+        with borrowed(min(entries.size, SPARE_BYTES)) as memory:
+            ends = _Ends(entries, memory.view(np.bool_))
+            brackets = _brackets(entries, sorted(asked), low, high)
+            is_near = is_near and _narrow_all(brackets, ends, entries.size)
+            inside = _collect(entries, brackets)
         located = None if inside is None else _locate(brackets, inside, ends)
         if inside is None or located is None:
             if not is_near:
@@ -148,21 +191,35 @@ def count_true(entries: Array, compare: np.ufunc, value: np.number[Any]) -> int:
     return _numbers_true(entries, compare, (value,))[0]
 
 
-def _numbers_true(entries: Array, compare: np.ufunc, values: Sequence[np.number[Any]]) -> list[int]:
-    """Returns the same for several values."""
-    mask = np.empty(min(_PIECE, entries.size), dtype=np.bool_)
+def _numbers_true(
+    entries: Array, compare: np.ufunc, values: Sequence[np.number[Any]], is_odd: Array | None = None
+) -> list[int]:
+    """Returns the same for several values.
+
+    Args:
+        entries: Flat.
+        compare: Two entries.
+        values: At least one.
+        is_odd: Takes for each entry whether it compares true with an odd number of the values.
+    """
     numbers = [0] * len(values)
-    for start in range(0, entries.size, _PIECE):
-        piece = entries[start : start + _PIECE]
-        for index, value in enumerate(values):
-            numbers[index] += int(np.count_nonzero(compare(piece, value, out=mask[: piece.size])))
+    with borrowed(min(_PIECE, entries.size)) as memory:
+        for start in range(0, entries.size, _PIECE):
+            piece = entries[start : start + _PIECE]
+            mask = memory[: piece.size].view(np.bool_)
+            odd = None if is_odd is None else is_odd[start : start + piece.size]
+            for index, value in enumerate(values):
+                found = odd if odd is not None and index == 0 else mask
+                numbers[index] += int(np.count_nonzero(compare(piece, value, out=found)))
+                if odd is not None and index:
+                    np.not_equal(odd, mask, out=odd)
     return numbers
 
 
 def _num_zero(brackets: Sequence[_Bracket], inside: Array, ends: _Ends) -> int | None:
     """Returns how many entries equal zero, where they were counted or collected."""
     zero = inside.dtype.type(0)
-    if any(bracket.low < zero < bracket.high for bracket in brackets):
+    if any(bracket.low < zero and bracket.up_to(zero, bracket.high) for bracket in brackets):
         return int(np.count_nonzero(inside == zero))
     return ends.num_equal(zero)
 
@@ -208,11 +265,13 @@ def _num_sampled(num_entries: int) -> int:
 
 def _narrow_all(brackets: Sequence[_Bracket], ends: _Ends, num_entries: int) -> bool:
     """Narrows the brackets if too many entries lie inside of them for another way; returns whether it did."""
-    wide = [bracket for bracket in brackets if bracket.low < bracket.high]
+    wide = [bracket for bracket in brackets if bracket.is_wide]
     spacing = num_entries / _num_sampled(num_entries)
     if sum([bracket.sampled.size for bracket in wide]) * spacing <= _ENOUGH:
         return False
-    ends.count(np.less_equal, [bracket.sampled[bracket.place] for bracket in wide])
+    parity = ends.count(np.less_equal, [bracket.sampled[bracket.place] for bracket in wide])
+    for bracket in brackets:
+        bracket.parity = parity
     for bracket in wide:
         _narrow(bracket, ends, spacing)
     return True
@@ -237,7 +296,7 @@ def _narrow(bracket: _Bracket, ends: _Ends, spacing: float) -> None:
     pivot = sampled[bracket.place]
     place, behind = sampled.searchsorted(pivot), sampled.searchsorted(pivot, "right")
     first, last = bracket.ranks[0], bracket.ranks[-1]
-    low, high = bracket.low, bracket.high
+    low, high, up_to = bracket.low, bracket.high, bracket.up_to
     num = ends.num_true(np.less_equal, pivot)
     if first >= num:
         low = pivot
@@ -252,13 +311,16 @@ def _narrow(bracket: _Bracket, ends: _Ends, spacing: float) -> None:
             return
     else:
         low = at(place - steps(num - first), low)
-        if last < num:
+        if last < num and low < pivot:
+            high, up_to = pivot, np.less_equal
+        elif last < num:
             high = at(behind, high)
     if last >= num:
         high = at(behind + steps(last - num), high)
-    if low < high == pivot:
+    if low < high == pivot and up_to is np.less:
         num = ends.num_true(np.less, pivot)
-    bracket.low, bracket.high, bracket.pivot, bracket.num_at_most_low = low, high, pivot, num
+    bracket.low, bracket.high, bracket.up_to = low, high, up_to
+    bracket.pivot, bracket.num_at_most_low = pivot, num
 
 
 def _collect(entries: Array, brackets: Sequence[_Bracket]) -> Array | None:
@@ -269,33 +331,49 @@ def _collect(entries: Array, brackets: Sequence[_Bracket]) -> Array | None:
     """
     collected = [entries[:0]]
     num_collected = 0
+    parity = brackets[0].parity
+    numbers = {(np.less_equal, bracket.low): 0 for bracket in brackets if bracket.pivot is None}
+    is_any_wide = any(bracket.is_wide for bracket in brackets)
+    telling = _telling(brackets) if is_any_wide else set[_Comparison]()
+    comparisons = telling.union(numbers)
     # Behind each piece is room for what `_places` appends.
-    inside, compared = np.empty((2, min(_PIECE, entries.size) * 9 // 8 + 8), dtype=np.bool_)
-    is_any_wide = any(bracket.low < bracket.high for bracket in brackets)
-    for start in range(0, entries.size, _PIECE):
-        piece = entries[start : start + _PIECE]
-        mask, other = inside[: piece.size], compared[: piece.size]
-        is_first = True
-        for bracket in brackets:
-            is_wide = bracket.low < bracket.high
-            if is_wide or bracket.pivot is None:
-                np.less_equal(piece, bracket.low, out=other)
-            if bracket.pivot is None:
-                bracket.num_at_most_low += int(np.count_nonzero(other))
-            if is_wide and is_first:
-                is_first = False
-                np.less(piece, bracket.high, out=mask)
-                np.not_equal(mask, other, out=mask)
-            elif is_wide:
-                np.not_equal(mask, other, out=mask)
-                np.less(piece, bracket.high, out=other)
-                np.not_equal(mask, other, out=mask)
-        if is_any_wide:
-            collected.append(piece.take(_places(inside, piece.size)))
-            num_collected += collected[-1].size
-            if num_collected > entries.size // 2:
-                return None
+    room = min(_PIECE, entries.size) * 9 // 64 * 8 + 16
+    with borrowed(2 * room) as memory:
+        inside, compared = memory.view(np.bool_).reshape(2, room)
+        for start in range(0, entries.size, _PIECE):
+            piece = entries[start : start + _PIECE]
+            mask, other = inside[: piece.size], compared[: piece.size]
+            is_odd = np.False_ if parity is None else parity.is_odd[start : start + piece.size]
+            for comparison in comparisons:
+                compare, value = comparison
+                compare(piece, value, out=other)
+                if comparison in numbers:
+                    numbers[comparison] += int(np.count_nonzero(other))
+                if comparison in telling:
+                    is_odd = np.not_equal(is_odd, other, out=mask)
+            if is_any_wide:
+                collected.append(piece.take(_places(inside, piece.size)))
+                num_collected += collected[-1].size
+                if num_collected > entries.size // 2:
+                    return None
+    for bracket in brackets:
+        if bracket.pivot is None:
+            bracket.num_at_most_low = numbers[np.less_equal, bracket.low]
     return np.concatenate(collected)
+
+
+def _telling(brackets: Sequence[_Bracket]) -> set[_Comparison]:
+    """Returns comparisons of which an odd number is true for what is inside of a bracket.
+
+    Those of the parity are taken as made: what it has beside the ends of brackets is to be undone.
+    """
+    parity = brackets[0].parity
+    telling = set() if parity is None else set(parity.comparisons)
+    for bracket in brackets:
+        if bracket.is_wide:
+            telling ^= {(np.less_equal, bracket.low)}
+            telling ^= {(bracket.up_to, bracket.high)}
+    return telling
 
 
 def _locate(
@@ -310,7 +388,7 @@ def _locate(
     values: dict[int, np.number[Any]] = {}
     num_before = 0
     for bracket in brackets:
-        num_up_to = int(np.count_nonzero(inside < bracket.high))
+        num_up_to = int(np.count_nonzero(bracket.up_to(inside, bracket.high)))
         if bracket.pivot is not None:
             bracket.num_at_most_low -= int(np.count_nonzero(inside <= bracket.pivot)) - num_before
         for rank in bracket.ranks:

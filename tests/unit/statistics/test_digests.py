@@ -1,6 +1,7 @@
 """Digests of bytes: what they tell apart, and that nothing but the bytes decides them."""
 
 import itertools
+import operator
 import struct
 import sys
 
@@ -50,9 +51,11 @@ def by_definition(data: bytes) -> int:
     data = data + bytes(-len(data) % 8)
     order = "<" if sys.byteorder == "little" else ">"
     total = 0
-    for place, (word,) in enumerate(struct.iter_unpack(f"{order}Q", data)):
-        block, index = divmod(place, BLOCK_WORDS)
-        total += splitmix(index) * splitmix((1 << 40) + block) * (word ^ word >> 31)
+    for block in range(-(-len(data) // (8 * BLOCK_WORDS))):
+        of_block = data[8 * BLOCK_WORDS * block :][: 8 * BLOCK_WORDS]
+        mixed = bytes(map(operator.xor, of_block, of_block[3:] + bytes(3)))
+        for index, (word,) in enumerate(struct.iter_unpack(f"{order}Q", mixed)):
+            total += splitmix(index) * splitmix((1 << 40) + block) * word
     return total % 2**64
 
 
@@ -119,6 +122,23 @@ def test_a_single_bit_anywhere_in_a_large_tensor_changes_the_digest() -> None:
         data[byte] ^= 1 << bit
         assert WHOLE.on_host(tensor) != before
         data[byte] ^= 1 << bit
+    assert WHOLE.on_host(tensor) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_any_change_of_one_entry_changes_the_digest(dtype: torch.dtype) -> None:
+    """Also where it reaches into the word before, or stands at the end of a block."""
+    tensor = some(dtype, 2 * 8 * BLOCK_WORDS // dtype.itemsize + 3)
+    bits = tensor.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])
+    before = WHOLE.on_host(tensor)
+    generator = np.random.default_rng(7)
+    in_block = 8 * BLOCK_WORDS // dtype.itemsize
+    edges = [0, 1, 2, 3, in_block - 2, in_block - 1, in_block, in_block + 1, len(tensor) - 2, len(tensor) - 1]
+    for place in [*edges, *generator.integers(0, len(tensor), 100).tolist()]:
+        entry = bits[place].clone()
+        bits[place] ^= int(generator.integers(1, 2 ** (8 * dtype.itemsize - 1)))
+        assert WHOLE.on_host(tensor) != before
+        bits[place] = entry
     assert WHOLE.on_host(tensor) == before
 
 
