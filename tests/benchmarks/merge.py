@@ -31,9 +31,9 @@ from merge.run_folder import RunFolder
 from merge.synthetic_run import METRICS, SIGNALS, SyntheticRun
 from torchinstruments.merge.alignment import AlignmentFold
 from torchinstruments.merge.comparison import ComparisonFold
-from torchinstruments.merge.comparison_blocks import compare_block
-from torchinstruments.merge.comparison_rows import COMPARED_COLUMNS
+from torchinstruments.merge.comparison_blocks import compare_stretches
 from torchinstruments.merge.engine import merge_run
+from torchinstruments.merge.held_groups import COMPARED_COLUMNS
 from torchinstruments.merge.plan import plan_merge
 from torchinstruments.merge.reading import read_rank
 from torchinstruments.store.row_blocks import SUMMARISED_COLUMNS
@@ -72,7 +72,8 @@ def compare(url: str) -> float:
             series = max(series, len(reading.summaries))
         started_s = time.process_time()
         for task in fold.plan.tasks(alignment.samples, series, plan.inventory.run.run_id, plan.sources):
-            fold.add_block(compare_block(task))
+            for block in compare_stretches(task):
+                fold.add_block(block)
         fold.file()
         return time.process_time() - started_s
 

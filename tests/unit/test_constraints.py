@@ -48,7 +48,8 @@ def test_every_pin_fits_the_oldest_python() -> None:
     refusing = {
         name: required
         for name, one in found.items()
-        if (required := one.metadata.json.get("requires_python")) and not SpecifierSet(required).contains(oldest)
+        if (required := one.metadata.json.get("requires_python"))
+        and not SpecifierSet(required).contains(oldest)
     }
     assert not refusing
 

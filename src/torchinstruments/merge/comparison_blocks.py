@@ -1,5 +1,7 @@
 """A stretch of ``history`` compared between ranks: rows of ``comparison.parquet``, and the widest ones."""
 
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +12,7 @@ import pyarrow as pa
 from torchinstruments.merge.cell_widths import widths
 from torchinstruments.merge.combined_parts import CombinedParts, combined_parts
 from torchinstruments.merge.comparison_cells import Cells, differing_texts
-from torchinstruments.merge.comparison_rows import AlignedRows, ComparisonTask, read_aligned
+from torchinstruments.merge.comparison_rows import AlignedRows, ComparisonTask, aligned_stretches
 from torchinstruments.merge.rank_statistics import (
     NONE,
     REASONS,
@@ -20,7 +22,7 @@ from torchinstruments.merge.rank_statistics import (
 )
 from torchinstruments.store.series import SeriesKey
 
-__all__ = ["COMPARISON_SCHEMA", "ComparisonBlock", "Widest", "compare_block"]
+__all__ = ["COMPARISON_SCHEMA", "ComparisonBlock", "Widest", "compare_stretches"]
 
 SLICE_CELLS = 4096
 """Cells whose values of all ranks are sorted at once."""
@@ -61,6 +63,9 @@ COMPARISON_SCHEMA = pa.schema(
 _Integers = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
 _DIFFERING = differing_texts()
+
+_AT_ONCE = threading.BoundedSemaphore(os.cpu_count() or 1)
+"""So many of the threads of a process compare at once: each holds values of all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +116,18 @@ class ComparisonBlock:
     ambiguous: dict[int, int]
 
 
-def compare_block(task: ComparisonTask) -> ComparisonBlock:
-    """Compares a stretch (worker: any thread, process or machine).
+def compare_stretches(task: ComparisonTask) -> list[ComparisonBlock]:
+    """Compares stretch after stretch (worker: any thread, process or machine).
 
     Raises:
         StorageError: A store did not answer.
         ChangedPartError: A part cannot be read any more, or not in these columns.
     """
-    rows = read_aligned(task)
+    with _AT_ONCE:
+        return [_block(rows) for rows in aligned_stretches(task)]
+
+
+def _block(rows: AlignedRows) -> ComparisonBlock:
     found = _Found(rows)
     return ComparisonBlock(
         table=found.table,

@@ -18,7 +18,7 @@ from torchinstruments.merge.arguments import check_arguments, ranks_asked_for
 from torchinstruments.merge.catalogs import joined_modules
 from torchinstruments.merge.check_findings import CheckFindingsFold
 from torchinstruments.merge.comparison import COMPARISON_FILE, ComparisonFold
-from torchinstruments.merge.comparison_blocks import compare_block
+from torchinstruments.merge.comparison_blocks import compare_stretches
 from torchinstruments.merge.coverage import Coverage, CoverageFold
 from torchinstruments.merge.entries import SummaryTable
 from torchinstruments.merge.executors import ExecutorChoice, workers_for
@@ -175,8 +175,9 @@ def _folded(
     stretches = comparison.plan.tasks(
         coverage.alignment.samples, layers.num_series, plan.inventory.run.run_id, plan.sources
     )
-    for block in in_order(executor, compare_block, stretches, max_waiting=MAX_WAITING_BLOCKS):
-        comparison.add_block(block)
+    for blocks in in_order(executor, compare_stretches, stretches, max_waiting=MAX_WAITING_BLOCKS):
+        for block in blocks:
+            comparison.add_block(block)
     tables: dict[str, bytes | Path] = {
         SUMMARY_FILE: table.encoded(),
         STEPS_FILE: ranks.steps.encoded(),
