@@ -3,6 +3,7 @@
 A worker gets several of them that follow each other.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,9 @@ MAX_TASK_CELLS = 4 * MAX_ROW_GROUP_ROWS
 A row group of a rank is decoded once for all of them, and again for each other task that it reaches into, so
 that these should be longer than a row group.
 """
+
+_FEW_TASKS, _MIN_TASK_VALUES = 4, 256 * MAX_ROW_GROUP_ROWS
+"""A run is cut into so many tasks at least, where each has so many values: some seconds of a worker."""
 
 
 @dataclass(slots=True)
@@ -72,7 +76,11 @@ class ComparisonPlan:
             (_moment(moments[start].tolist()), _moment(moments[start:][:size][-1].tolist()))
             for start in range(0, len(moments), size)
         ]
-        length = max(1, MAX_TASK_CELLS // (size * num_series))
+        num_tasks = max(
+            math.ceil(len(stretches) / max(1, MAX_TASK_CELLS // (size * num_series))),
+            min(_FEW_TASKS, len(moments) * num_series * self.num_ranks // _MIN_TASK_VALUES),
+        )
+        length = math.ceil(len(stretches) / num_tasks)
         chosen = [tuple(stretches[start : start + length]) for start in range(0, len(stretches), length)]
         for own, spans in zip(chosen, self._spans_of_tasks([one[0][0] for one in chosen]), strict=True):
             yield ComparisonTask(own, run_id, sources, tuple(spans))

@@ -132,8 +132,8 @@ def _merge(
     plan: MergePlan, output: str | None, inline_ranks: int, progress: Progress | None, executor: Executor
 ) -> MergeResult:
     clear_abandoned()
-    with ComparisonFold() as comparison:
-        return _folded(plan, output, inline_ranks, progress, executor, comparison)
+    with ComparisonFold() as comparison, SummaryTable(comparison.folder / SUMMARY_FILE) as table:
+        return _folded(plan, output, inline_ranks, progress, executor, comparison, table)
 
 
 def _folded(
@@ -143,18 +143,18 @@ def _folded(
     progress: Progress | None,
     executor: Executor,
     comparison: ComparisonFold,
+    table: SummaryTable,
 ) -> MergeResult:
     # Before anything is read, for a place that is refused.
     storage = open_output(plan, output)
     statistics = plan.inventory.run.statistics
     layers = LayerFold(statistics, inline=len(plan.tasks) <= inline_ranks)
     coverage = CoverageFold(plan)
-    table = SummaryTable()
     views: list[ProcessView] = []
     now_s = store_now_s(plan.inventory)
     ranks = _RankFolds()
     # Closed at once when the caller's progress raises: an executor that stays open gets no more to do.
-    with closing(in_order(executor, read_rank, plan.tasks)) as readings:
+    with closing(in_order(executor, read_rank, plan.tasks, weight=_num_series)) as readings:
         for done, (task, reading) in enumerate(zip(plan.tasks, readings, strict=True), start=1):
             modules = _modules(plan, reading.rank, coverage.set_aside)
             of_rank = _views(plan, reading, now_s)
@@ -179,7 +179,7 @@ def _folded(
         for block in blocks:
             comparison.add_block(block)
     tables: dict[str, bytes | Path] = {
-        SUMMARY_FILE: table.encoded(),
+        SUMMARY_FILE: table.file(),
         STEPS_FILE: ranks.steps.encoded(),
         COMPARISON_FILE: comparison.file(),
     }
@@ -204,6 +204,10 @@ def _folded(
         writer.submit(int).result()
         writer.submit(write_together, storage, tables, result).result()
     return MergeResult(result, storage.url, found.is_complete, storage)
+
+
+def _num_series(reading: RankReading) -> int:
+    return len(reading.summaries)
 
 
 def _require_presence(plan: MergePlan, set_aside: Collection[SetAside]) -> None:
