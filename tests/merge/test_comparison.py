@@ -519,6 +519,18 @@ def test_two_processes_of_a_rank_are_not_compared(tmp_path: Path) -> None:
     assert result["comparison"]["ambiguous_ranks"] == "1"
 
 
+def test_a_process_without_comparable_rows_holds_no_forward(tmp_path: Path) -> None:
+    """Rows that belong to no cell do not make a forward one of two processes."""
+    run = constant_run(tmp_path / "run", [0.0, 1.0], num_samples=1)
+    run.manifest(1, "000000ee")
+    run.history(1, [{"sample_id": 0, "attempt": 0, "value": 9.0, "scope": "unknown"}], "000000ee")
+    result: Any = merge_run(run.url).result
+    assert [(row["num_ranks"], row["highest_value"]) for row in table(run)] == [(2, 1.0)]
+    assert result["comparison"]["rows_not_compared"]["two_processes"] == 0
+    assert result["comparison"]["rows_not_compared"]["scope_not_known"] == 1
+    assert result["comparison"]["ambiguous_ranks"] == ""
+
+
 def test_a_row_that_stands_twice_counts_once(tmp_path: Path) -> None:
     """Of two rows of one process and cell the later one counts, and the other one is told."""
     run = constant_run(tmp_path / "run", [0.0, 1.0, 2.0], num_samples=2)

@@ -273,7 +273,9 @@ class _Grid:
         twice: set[Moment] = set()
         if len({one.process for one in found}) > 1:
             for one in found:
-                twice.update(m for m in one.moments if holders.setdefault(m, one.process) != one.process)
+                # A forward of which nothing can be compared is held by nobody.
+                own = (moment for moment, size in zip(one.moments, one.sizes, strict=True) if size)
+                twice.update(m for m in own if holders.setdefault(m, one.process) != one.process)
         if not twice:
             return [(one.columns, one.values) for one in found]
         kept: list[tuple[_Integers, _Floats]] = []

@@ -23,7 +23,7 @@ _MAX_LENGTHS = 16
 _MAX_NEW = 4
 """Kinds of one length that a batch may add; with more, its runs are not worth comparing either."""
 
-_MAX_KNOWN, _MAX_KNOWN_ROWS = 32, 262_144
+_MAX_KNOWN, _MAX_KNOWN_ROWS = 12, 262_144
 """Kinds that runs are compared with, and the rows of these: some 80 bytes each."""
 
 _Integers = npt.NDArray[np.int64]
