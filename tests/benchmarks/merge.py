@@ -5,7 +5,10 @@ processes of their own, so that peaks of memory are each measurement's: the scan
 reads, that pass, the scan of what the comparison reads, the comparison, and the whole merge with its threads.
 Ratios are of processor seconds, medians over rounds. Both scans and passes use one thread.
 
-    python tests/benchmarks/merge.py [--ranks 8 64 256] [--rows 100000] [--rounds 3]
+    python tests/benchmarks/merge.py [--ranks 8 64 256] [--rows 100000] [--rounds 3] [--executors]
+
+With ``--executors`` the whole merge is measured instead, with threads and with one and two dask workers of
+this machine, in seconds from its beginning to its end; memory is that of the process that merges.
 """
 
 # ruff: noqa: E402 - what is imported below is found by the path that is set first
@@ -31,9 +34,9 @@ from merge.run_folder import RunFolder
 from merge.synthetic_run import METRICS, SIGNALS, SyntheticRun
 from torchinstruments.merge.alignment import AlignmentFold
 from torchinstruments.merge.comparison import ComparisonFold
-from torchinstruments.merge.comparison_blocks import compare_block
-from torchinstruments.merge.comparison_rows import COMPARED_COLUMNS
+from torchinstruments.merge.comparison_blocks import compare_stretches
 from torchinstruments.merge.engine import merge_run
+from torchinstruments.merge.held_groups import COMPARED_COLUMNS
 from torchinstruments.merge.plan import plan_merge
 from torchinstruments.merge.reading import read_rank
 from torchinstruments.store.row_blocks import SUMMARISED_COLUMNS
@@ -72,7 +75,8 @@ def compare(url: str) -> float:
             series = max(series, len(reading.summaries))
         started_s = time.process_time()
         for task in fold.plan.tasks(alignment.samples, series, plan.inventory.run.run_id, plan.sources):
-            fold.add_block(compare_block(task))
+            for block in compare_stretches(task):
+                fold.add_block(block)
         fold.file()
         return time.process_time() - started_s
 
@@ -83,6 +87,33 @@ def merge(url: str) -> None:
         merge_run(url, output=folder)
 
 
+def merge_with_dask(url: str, num_workers: int) -> float:
+    """Merges on a cluster of this machine that runs already; returns the seconds."""
+    from distributed import Client, LocalCluster
+
+    with (
+        LocalCluster(n_workers=num_workers, threads_per_worker=1, dashboard_address=None) as cluster,
+        Client(cluster) as client,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        started_s = time.monotonic()
+        merge_run(url, output=folder, executor=client)
+        return time.monotonic() - started_s
+
+
+def merge_with_threads(url: str) -> float:
+    """Merges as a user does; returns the seconds."""
+    started_s = time.monotonic()
+    merge(url)
+    return time.monotonic() - started_s
+
+
+EXECUTORS: dict[str, Callable[[str], Any]] = {
+    "threads": merge_with_threads,
+    "dask, 1 worker": lambda url: merge_with_dask(url, 1),
+    "dask, 2 workers": lambda url: merge_with_dask(url, 2),
+}
+
 MEASURED: dict[str, Callable[[str], Any]] = {
     "nothing": len,
     "scan for the summary": lambda url: scan(url, _SUMMARY_COLUMNS),
@@ -90,6 +121,7 @@ MEASURED: dict[str, Callable[[str], Any]] = {
     "scan for the comparison": lambda url: scan(url, COMPARED_COLUMNS),
     "comparison": compare,
     "merge": merge,
+    **EXECUTORS,
 }
 
 
@@ -110,6 +142,7 @@ def report(ranks: int, rows: int, rounds: int, *, cut_apart: bool) -> None:
         found = {
             name: [measured(name, root.url) for _ in range(1 if name == "merge" else rounds)]
             for name in MEASURED
+            if name not in EXECUTORS
         }
     cpu_s = {name: statistics.median(one for one, _ in both) for name, both in found.items()}
     peak_mib = {name: max(one for _, one in both) for name, both in found.items()}
@@ -126,6 +159,25 @@ def report(ranks: int, rows: int, rounds: int, *, cut_apart: bool) -> None:
     )
 
 
+def report_executors(ranks: int, rows: int, rounds: int) -> None:
+    """Writes a run, merges it with each executor in turns and prints what came out."""
+    samples = max(2, rows // (_LAYERS * len(SIGNALS) * len(METRICS)))
+    with tempfile.TemporaryDirectory() as folder:
+        root = RunFolder(Path(folder) / "run", world_size=ranks)
+        run = SyntheticRun(root, samples, _LAYERS).write()
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in EXECUTORS}
+        for _ in range(rounds):
+            for name, measures in found.items():
+                measures.append(measured(name, root.url))
+    print(f"\n{ranks} ranks x {run.rows:,} rows")
+    least_s = {name: min(one for one, _ in both) for name, both in found.items()}
+    for name, both in found.items():
+        print(
+            f"  {name:<16} {least_s[name]:6.1f} s, {least_s[name] / least_s['threads']:5.2f} x threads"
+            f"   peak {max(one for _, one in both):5.0f} MiB"
+        )
+
+
 def peak_memory_mib() -> float:
     """Returns the largest resident memory of this process; what it was forked from does not count."""
     status = Path("/proc/self/status").read_text()
@@ -139,6 +191,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256])
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--executors", action="store_true")
     parser.add_argument("--measure", choices=MEASURED)
     parser.add_argument("--url")
     arguments = parser.parse_args()
@@ -149,6 +202,9 @@ def main() -> None:
         print(json.dumps({"cpu_s": cpu_s, "peak_mib": peak_memory_mib()}))
         return
     for ranks in arguments.ranks:
+        if arguments.executors:
+            report_executors(ranks, arguments.rows, arguments.rounds)
+            continue
         for cut_apart in (False, True):
             report(ranks, arguments.rows, arguments.rounds, cut_apart=cut_apart)
 

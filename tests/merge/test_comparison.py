@@ -8,16 +8,18 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from merge.run_folder import RunFolder, process_of, whole_run
 from merge.synthetic_run import SyntheticRun
-from torchinstruments.merge import comparison_plan
+from torchinstruments.merge import comparison_plan, held_groups
 from torchinstruments.merge.alignment import AlignmentFold
-from torchinstruments.merge.comparison_blocks import COMPARISON_SCHEMA
+from torchinstruments.merge.comparison_blocks import COMPARISON_SCHEMA, compare_stretches
 from torchinstruments.merge.comparison_cells import PROVENANCE
 from torchinstruments.merge.comparison_plan import ComparisonPlan
+from torchinstruments.merge.comparison_rows import ComparisonTask
 from torchinstruments.merge.engine import merge_run
 from torchinstruments.merge.plan import plan_merge
 from torchinstruments.merge.reading import read_rank
@@ -272,12 +274,15 @@ def holes(tmp_path_factory: pytest.TempPathFactory) -> Holes:
     return Holes(tmp_path_factory.mktemp("holes") / "run")
 
 
-@pytest.mark.parametrize("max_cells", [1, 60, 36_000])
+@pytest.mark.parametrize("held_bytes", [0, 2_000, held_groups.MAX_HELD_BYTES])
+@pytest.mark.parametrize(("max_cells", "task_cells"), [(1, 1), (1, 36_000), (60, 200), (36_000, 36_000)])
 def test_every_cell_matches_the_reference(
-    holes: Holes, monkeypatch: pytest.MonkeyPatch, max_cells: int
+    holes: Holes, monkeypatch: pytest.MonkeyPatch, max_cells: int, task_cells: int, held_bytes: int
 ) -> None:
-    """All columns of all rows are right, however the run is cut: forward by forward, or not at all."""
+    """All columns of all rows are right, however the run is cut, and whatever is kept between stretches."""
     monkeypatch.setattr(comparison_plan, "MAX_BLOCK_CELLS", max_cells)
+    monkeypatch.setattr(comparison_plan, "MAX_TASK_CELLS", task_cells)
+    monkeypatch.setattr(held_groups, "MAX_HELD_BYTES", held_bytes)
     result: Any = merge_run(holes.run.url).result
     cells, lost = gathered(holes.rows)
     expected = compared(cells)
@@ -514,6 +519,18 @@ def test_two_processes_of_a_rank_are_not_compared(tmp_path: Path) -> None:
     assert result["comparison"]["ambiguous_ranks"] == "1"
 
 
+def test_a_process_without_comparable_rows_holds_no_forward(tmp_path: Path) -> None:
+    """Rows that belong to no cell do not make a forward one of two processes."""
+    run = constant_run(tmp_path / "run", [0.0, 1.0], num_samples=1)
+    run.manifest(1, "000000ee")
+    run.history(1, [{"sample_id": 0, "attempt": 0, "value": 9.0, "scope": "unknown"}], "000000ee")
+    result: Any = merge_run(run.url).result
+    assert [(row["num_ranks"], row["highest_value"]) for row in table(run)] == [(2, 1.0)]
+    assert result["comparison"]["rows_not_compared"]["two_processes"] == 0
+    assert result["comparison"]["rows_not_compared"]["scope_not_known"] == 1
+    assert result["comparison"]["ambiguous_ranks"] == ""
+
+
 def test_a_row_that_stands_twice_counts_once(tmp_path: Path) -> None:
     """Of two rows of one process and cell the later one counts, and the other one is told."""
     run = constant_run(tmp_path / "run", [0.0, 1.0, 2.0], num_samples=2)
@@ -694,26 +711,65 @@ def test_nothing_is_combined_that_is_not_exact(tmp_path: Path) -> None:
     assert set(shard_run(tmp_path / "shapes", one_more).values()) == {None}
 
 
+def planned(folder: RunFolder, num_series: int) -> tuple[ComparisonPlan, list[ComparisonTask]]:
+    """Reads the ranks of a run and cuts it."""
+    merge_plan = plan_merge([folder.url], None, None)
+    plan, alignment = ComparisonPlan(), AlignmentFold()
+    for task in merge_plan.tasks:
+        reading = read_rank(task)
+        alignment.add(reading.rank, reading.keys)
+        plan.add_rank(reading.rank, reading.row_spans)
+    return plan, list(plan.tasks(alignment.samples, num_series, "run-a", merge_plan.sources))
+
+
 def test_a_stretch_is_bounded_whatever_the_length_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice the run gives twice the stretches, each of as many forwards and row groups as before."""
-    sizes: list[list[tuple[int, int]]] = []
+    """Twice the run gives twice the tasks, each of as many stretches, forwards and row groups as before."""
+    sizes: list[list[tuple[list[int], int]]] = []
     for samples in (40, 80):
         folder = RunFolder(tmp_path / str(samples), world_size=3)
         run = SyntheticRun(folder, samples, 2, part_samples=5).write()
-        merge_plan = plan_merge([folder.url], None, None)
-        plan, alignment = ComparisonPlan(), AlignmentFold()
-        for task in merge_plan.tasks:
-            reading = read_rank(task)
-            alignment.add(reading.rank, reading.keys)
-            plan.add_rank(reading.rank, reading.row_spans)
-        assert plan.num_rows == 3 * run.rows
         num_series = run.rows // samples
         monkeypatch.setattr(comparison_plan, "MAX_BLOCK_VALUES", 3 * 10 * num_series)
-        tasks = list(plan.tasks(alignment.samples, num_series, "run-a", merge_plan.sources))
-        groups = [sum(len(groups) for _, parts in task.parts for _, groups in parts) for task in tasks]
+        monkeypatch.setattr(comparison_plan, "MAX_TASK_CELLS", 20 * num_series)
+        plan, tasks = planned(folder, num_series)
+        assert plan.num_rows == 3 * run.rows
         sizes.append(
-            [(task.last[1] - task.first[1] + 1, number) for task, number in zip(tasks, groups, strict=True)]
+            [
+                (
+                    [last[1] - first[1] + 1 for first, last in task.stretches],
+                    sum(len(spans) for _, spans in task.spans),
+                )
+                for task in tasks
+            ]
         )
-    assert sizes == [[(10, 6)] * 4, [(10, 6)] * 8]
+    assert sizes == [[([10, 10], 12)] * 2, [([10, 10], 12)] * 4]
+
+
+def test_a_task_decodes_each_row_group_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However ranks cut their parts and however late gradients are; without room to keep rows, more often."""
+    folder = RunFolder(tmp_path / "run", world_size=5)
+    run = SyntheticRun(folder, 40, 2, part_samples=5, cut_apart=True, late_gradients=True).write()
+    num_series = run.rows // run.samples
+    monkeypatch.setattr(comparison_plan, "MAX_BLOCK_VALUES", 5 * 4 * num_series)
+    _, (task,) = planned(folder, num_series)
+    assert len(task.stretches) == 10
+    decoded: list[int] = []
+    read = held_groups.reread_groups
+
+    def reading(*arguments: Any) -> Any:
+        decoded[-1] += len(arguments[-1])
+        return read(*arguments)
+
+    monkeypatch.setattr(held_groups, "reread_groups", reading)
+    tables: list[pa.Table] = []
+    for held_bytes in (held_groups.MAX_HELD_BYTES, 0):
+        monkeypatch.setattr(held_groups, "MAX_HELD_BYTES", held_bytes)
+        decoded.append(0)
+        tables.append(pa.concat_tables(block.table for block in compare_stretches(task)))
+    once = sum(len(spans) for _, spans in task.spans)
+    assert decoded[0] == once
+    assert decoded[1] > 2 * once
+    assert tables[0].num_rows == run.rows
+    assert tables[0].equals(tables[1])

@@ -286,6 +286,21 @@ def test_only_so_many_readings_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert executor.most_waiting <= 3
 
 
+@pytest.mark.parametrize(("weight", "waiting"), [(4, 4), (64, 4), (3, 3), (1, 2)])
+def test_the_more_series_the_fewer_readings_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weight: int, waiting: int
+) -> None:
+    """Readings that wait have a bounded number of series in all, but for a few that always may."""
+    monkeypatch.setattr(mapping, "MAX_WAITING", 4)
+    monkeypatch.setattr(mapping, "MAX_WAITING_BLOCKS", 2)
+    run = whole_run(tmp_path / "run", 8, num_samples=1)
+    series = len({tuple(row) for row in merge_run(run.url).summary().select("layer", "metric").iter_rows()})
+    monkeypatch.setattr(mapping, "MAX_WAITING_WEIGHT", weight * series)
+    executor = BackwardExecutor()
+    assert merge_run(run.url, executor=executor).complete
+    assert executor.most_waiting == waiting
+
+
 def test_merging_again_changes_nothing(tmp_path: Path) -> None:
     """A second merge reads the parts alone and gives the same bytes."""
     run = whole_run(tmp_path / "run")

@@ -41,17 +41,19 @@ _Integers = npt.NDArray[np.int64]
 
 
 class ComparisonFold:
-    """Takes stretch after stretch in the order of the run; a context that owns a temporary file.
+    """Takes stretch after stretch in the order of the run; a context that owns a temporary folder.
 
     Attributes:
         plan: Where the rows of all ranks lie.
+        folder: The folder, in which other tables may wait for their place too.
         overview: What is chosen for pictures.
     """
 
     def __init__(self) -> None:
         self.plan = ComparisonPlan()
         self._folder = tempfile.TemporaryDirectory(prefix="torchinstruments-merge-")
-        self._table = _TableFile(Path(self._folder.name) / COMPARISON_FILE)
+        self.folder = Path(self._folder.name)
+        self._table = _TableFile(self.folder / COMPARISON_FILE)
         self._widest = _WidestRows()
         self.overview = OverviewFold()
         self._combined: dict[SeriesKey, dict[str, object]] = {}
@@ -67,7 +69,7 @@ class ComparisonFold:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Deletes the file."""
+        """Deletes the folder."""
         self._table.close()
         self._folder.cleanup()
 

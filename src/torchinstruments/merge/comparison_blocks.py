@@ -1,5 +1,7 @@
 """A stretch of ``history`` compared between ranks: rows of ``comparison.parquet``, and the widest ones."""
 
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +12,8 @@ import pyarrow as pa
 from torchinstruments.merge.cell_widths import widths
 from torchinstruments.merge.combined_parts import CombinedParts, combined_parts
 from torchinstruments.merge.comparison_cells import Cells, differing_texts
-from torchinstruments.merge.comparison_rows import AlignedRows, ComparisonTask, read_aligned
+from torchinstruments.merge.comparison_rows import AlignedRows, ComparisonTask, aligned_stretches
+from torchinstruments.merge.overview_choice import Pictured
 from torchinstruments.merge.overview_rows import OVERVIEW_SCHEMA, overview_rows
 from torchinstruments.merge.rank_statistics import (
     NONE,
@@ -21,7 +24,7 @@ from torchinstruments.merge.rank_statistics import (
 )
 from torchinstruments.store.series import SeriesKey
 
-__all__ = ["COMPARISON_SCHEMA", "ComparisonBlock", "Widest", "compare_block", "picture_block"]
+__all__ = ["COMPARISON_SCHEMA", "ComparisonBlock", "Widest", "compare_stretches", "picture_stretches"]
 
 SLICE_CELLS = 4096
 """Cells whose values of all ranks are sorted at once."""
@@ -62,6 +65,9 @@ COMPARISON_SCHEMA = pa.schema(
 _Integers = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
 _DIFFERING = differing_texts()
+
+_AT_ONCE = threading.BoundedSemaphore(os.cpu_count() or 1)
+"""So many of the threads of a process compare at once: each holds values of all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +120,29 @@ class ComparisonBlock:
     overview: pa.Table
 
 
-def compare_block(task: ComparisonTask) -> ComparisonBlock:
-    """Compares a stretch (worker: any thread, process or machine).
+def compare_stretches(task: ComparisonTask) -> list[ComparisonBlock]:
+    """Compares stretch after stretch (worker: any thread, process or machine).
 
     Raises:
         StorageError: A store did not answer.
         ChangedPartError: A part cannot be read any more, or not in these columns.
     """
-    rows = read_aligned(task)
+    with _AT_ONCE:
+        return [_block(rows, task.pictured) for rows in aligned_stretches(task)]
+
+
+def picture_stretches(task: ComparisonTask) -> list[pa.Table]:
+    """Returns what is chosen of each stretch for pictures, where there is nothing to compare (worker).
+
+    Raises:
+        StorageError: A store did not answer.
+        ChangedPartError: A part cannot be read any more, or not in these columns.
+    """
+    with _AT_ONCE:
+        return [_overview(rows, list(_of_parts(rows)), task.pictured) for rows in aligned_stretches(task)]
+
+
+def _block(rows: AlignedRows, pictured: Pictured | None) -> ComparisonBlock:
     found = _Found(rows)
     return ComparisonBlock(
         table=found.table,
@@ -133,27 +154,14 @@ def compare_block(task: ComparisonTask) -> ComparisonBlock:
         not_compared=rows.not_compared,
         num_repeated=rows.num_repeated,
         ambiguous=rows.ambiguous,
-        overview=_overview(task, rows, found.of_parts),
+        overview=_overview(rows, found.of_parts, pictured),
     )
 
 
-def picture_block(task: ComparisonTask) -> pa.Table:
-    """Returns what is chosen of a stretch for pictures, where there is nothing to compare (worker).
-
-    Raises:
-        StorageError: A store did not answer.
-        ChangedPartError: A part cannot be read any more, or not in these columns.
-    """
-    rows = read_aligned(task)
-    return _overview(task, rows, list(_of_parts(rows)))
-
-
 def _overview(
-    task: ComparisonTask, rows: AlignedRows, of_parts: Sequence[tuple[_Integers, RankStatistics]]
+    rows: AlignedRows, of_parts: Sequence[tuple[_Integers, RankStatistics]], pictured: Pictured | None
 ) -> pa.Table:
-    if task.pictured is None:
-        return OVERVIEW_SCHEMA.empty_table()
-    return overview_rows(rows, of_parts, task.pictured)
+    return OVERVIEW_SCHEMA.empty_table() if pictured is None else overview_rows(rows, of_parts, pictured)
 
 
 class _Found:

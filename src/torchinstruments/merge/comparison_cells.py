@@ -18,7 +18,7 @@ from torchinstruments.records import Scope
 from torchinstruments.store.row_blocks import floats, integers
 from torchinstruments.store.series import SeriesIndex, SeriesKey, TooManySeriesError, texts_of
 
-__all__ = ["NOT_COMPARED", "PROVENANCE", "Cells", "Provenances", "Variant", "differing_texts"]
+__all__ = ["NOT_COMPARED", "PROVENANCE", "CellKinds", "Cells", "Provenances", "Variant", "differing_texts"]
 
 PROVENANCE = ("grad_sync", "loss_scale", "scale_provenance", "shape", "dtype", "execution")
 """What may differ between ranks that have a cell, and is said then."""
@@ -51,27 +51,76 @@ class Variant:
     replica_key: str
 
 
+class CellKinds:
+    """Numbers what tells the cells of one forward apart, over all stretches of a task (worker).
+
+    Attributes:
+        variants: Of each variant number.
+    """
+
+    def __init__(self) -> None:
+        self.variants: list[Variant] = []
+        self._variant_numbers: dict[Variant, int] = {}
+        self._series = SeriesIndex()
+
+    @property
+    def series(self) -> Sequence[SeriesKey]:
+        """Key of each series number."""
+        return self._series.keys
+
+    def numbers(self, batch: pa.RecordBatch) -> tuple[_Integers, _Integers]:
+        """Returns series and variant number of each row, the latter below 0 where it has no cell."""
+        return self._series.number(batch), self._variants_of(batch)
+
+    def _variants_of(self, batch: pa.RecordBatch) -> _Integers:
+        """Returns the variant number of each row, below 0 where it belongs to no cell."""
+        backward = integers(batch, "backward_index")
+        word, texts = _packed(batch, _MODE_TEXTS)
+        lowest, highest = int(backward.min()), int(backward.max())
+        width = highest - lowest + 1
+        word = word * width + (backward - lowest)
+        has_value = np.isfinite(floats(batch, "value"))
+        distinct, positions = _distinct(word * 2 + has_value)
+        numbers: list[int] = []
+        for one in distinct.tolist():
+            rest, is_value = divmod(one, 2)
+            rest, above = divmod(rest, width)
+            mode, scope, replica_key = _unpacked(rest, texts)
+            numbers.append(self._variant(mode, lowest + above, scope, replica_key, is_value=bool(is_value)))
+        return np.array(numbers, np.int64)[positions]
+
+    def _variant(self, mode: str, backward: int, scope: str, replica_key: str, *, is_value: bool) -> int:
+        if scope == Scope.LOCAL_SHARD:
+            if not replica_key:
+                return -1 - NOT_COMPARED.index("shard_without_replica_key")
+            variant = Variant(mode, backward, Scope.LOCAL_SHARD.value, replica_key)
+        elif scope == Scope.LOCAL or not is_value:
+            # What was not measured has no scope of its own, and no number that could be taken for another's.
+            variant = Variant(mode, backward, Scope.LOCAL.value, "")
+        else:
+            return -1 - NOT_COMPARED.index("scope_not_known")
+        number = self._variant_numbers.setdefault(variant, len(self.variants))
+        if number == len(self.variants):
+            self.variants.append(variant)
+        return number
+
+
 class Cells:
     """Numbers the cells of a stretch of a run in the order of first sight (worker).
 
     Args:
-        first: The first forward of the stretch.
-        last: Its last forward.
+        kinds: Numbers series and variants.
 
     Attributes:
         moments: `Moment` of each moment number.
-        variants: Of each variant number.
         whole: Number of each cell among those of whole tensors, -1 for cells of parts; shape ``[cells]``.
         num_whole: How many cells of whole tensors there are.
     """
 
-    def __init__(self, first: Moment, last: Moment) -> None:
-        self._first, self._last = first, last
+    def __init__(self, kinds: CellKinds) -> None:
+        self._kinds = kinds
         self.moments: list[Moment] = []
-        self.variants: list[Variant] = []
         self._moment_numbers: dict[Moment, int] = {}
-        self._variant_numbers: dict[Variant, int] = {}
-        self._series = SeriesIndex()
         self._keys: _Integers = np.zeros(0, np.int64)
         self._columns: _Integers = np.zeros(0, np.int64)
         self.whole: _Integers = np.zeros(0, np.int64)
@@ -84,7 +133,12 @@ class Cells:
     @property
     def series(self) -> Sequence[SeriesKey]:
         """Key of each series number."""
-        return self._series.keys
+        return self._kinds.series
+
+    @property
+    def variants(self) -> Sequence[Variant]:
+        """What each variant number stands for."""
+        return self._kinds.variants
 
     def described(self) -> tuple[_Integers, _Integers, _Integers]:
         """Returns moment, series and variant number of each cell, each of shape ``[cells]``."""
@@ -96,41 +150,20 @@ class Cells:
             keys & ((1 << _VARIANT_BITS) - 1),
         )
 
-    def moment_numbers(self, batch: pa.RecordBatch) -> _Integers:
-        """Returns the number of the forward of each row, -1 where it lies outside the stretch."""
-        generation, attempt = integers(batch, "generation"), integers(batch, "attempt")
-        forward = integers(batch, "forward_in_attempt")
-        if batch.column("attempt").null_count:
-            forward = np.where(attempt < 0, integers(batch, "forward_index"), forward)
-        differs = np.ones(len(attempt), np.bool_)
-        differs[1:] = generation[1:] != generation[:-1]
-        for column in (attempt, forward):
-            differs[1:] |= column[1:] != column[:-1]
-        starts = np.flatnonzero(differs)
-        found: list[int] = []
-        for moment in zip(
-            generation[starts].tolist(), attempt[starts].tolist(), forward[starts].tolist(), strict=True
-        ):
-            if self._first <= moment <= self._last:
-                number = self._moment_numbers.setdefault(moment, len(self.moments))
-                if number == len(self.moments):
-                    self.moments.append(moment)
-                found.append(number)
-            else:
-                found.append(-1)
-        return np.repeat(np.array(found, np.int64), np.diff(np.append(starts, len(attempt))))
-
-    def kinds(self, batch: pa.RecordBatch) -> tuple[_Integers, _Integers]:
-        """Returns series and variant number of each row, the latter below 0 where it has no cell (worker)."""
-        return self._series.number(batch), self._variants_of(batch)
+    def moment_number(self, moment: Moment) -> int:
+        """Returns the number of a forward of the stretch."""
+        number = self._moment_numbers.setdefault(moment, len(self.moments))
+        if number == len(self.moments):
+            self.moments.append(moment)
+        return number
 
     def columns(self, moment: _Integers, series: _Integers, variant: _Integers) -> _Integers:
         """Returns the cell of each row of the stretch; below 0 where it belongs to none, as its variant is.
 
         Args:
             moment: The number of each row's forward.
-            series: As in `kinds`.
-            variant: As in `kinds`.
+            series: As in `CellKinds.numbers`.
+            variant: As in `CellKinds.numbers`.
 
         Raises:
             TooManySeriesError: There are more cells than a word can number.
@@ -138,10 +171,10 @@ class Cells:
         if (
             len(self.moments) >> _MOMENT_BITS
             or len(self.variants) >> _VARIANT_BITS
-            or len(self._series) >> _SERIES_BITS
+            or len(self.series) >> _SERIES_BITS
         ):
             raise TooManySeriesError(
-                f"{len(self.moments)} forwards of {len(self._series)} series in {len(self.variants)} variants"
+                f"{len(self.moments)} forwards of {len(self.series)} series in {len(self.variants)} variants"
             )
         keys = (((moment << _SERIES_BITS) | series) << _VARIANT_BITS) | variant
         is_cell = variant >= 0
@@ -177,38 +210,6 @@ class Cells:
             return np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.int64)
         places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         return self._keys[places] == keys, places
-
-    def _variants_of(self, batch: pa.RecordBatch) -> _Integers:
-        """Returns the variant number of each row, below 0 where it belongs to no cell."""
-        backward = integers(batch, "backward_index")
-        word, texts = _packed(batch, _MODE_TEXTS)
-        lowest, highest = int(backward.min()), int(backward.max())
-        width = highest - lowest + 1
-        word = word * width + (backward - lowest)
-        has_value = np.isfinite(floats(batch, "value"))
-        distinct, positions = _distinct(word * 2 + has_value)
-        numbers: list[int] = []
-        for one in distinct.tolist():
-            rest, is_value = divmod(one, 2)
-            rest, above = divmod(rest, width)
-            mode, scope, replica_key = _unpacked(rest, texts)
-            numbers.append(self._variant(mode, lowest + above, scope, replica_key, is_value=bool(is_value)))
-        return np.array(numbers, np.int64)[positions]
-
-    def _variant(self, mode: str, backward: int, scope: str, replica_key: str, *, is_value: bool) -> int:
-        if scope == Scope.LOCAL_SHARD:
-            if not replica_key:
-                return -1 - NOT_COMPARED.index("shard_without_replica_key")
-            variant = Variant(mode, backward, Scope.LOCAL_SHARD.value, replica_key)
-        elif scope == Scope.LOCAL or not is_value:
-            # What was not measured has no scope of its own, and no number that could be taken for another's.
-            variant = Variant(mode, backward, Scope.LOCAL.value, "")
-        else:
-            return -1 - NOT_COMPARED.index("scope_not_known")
-        number = self._variant_numbers.setdefault(variant, len(self.variants))
-        if number == len(self.variants):
-            self.variants.append(variant)
-        return number
 
 
 class Provenances:

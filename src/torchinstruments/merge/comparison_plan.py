@@ -1,5 +1,9 @@
-"""Where a run is cut for the comparison: stretches of forwards whose values of all ranks fit in memory."""
+"""Where a run is cut for the comparison: stretches of forwards whose values of all ranks fit in memory.
 
+A worker gets several of them that follow each other.
+"""
+
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,23 +13,28 @@ from torchinstruments.merge.comparison_rows import ComparisonTask
 from torchinstruments.merge.overview_choice import Pictured
 from torchinstruments.merge.row_spans import Moment, RowSpan
 from torchinstruments.merge.sources import Source
-from torchinstruments.store.inventory import PartFile
 from torchinstruments.store.schema import MAX_ROW_GROUP_ROWS
 
 __all__ = ["ComparisonPlan"]
 
-MAX_BLOCK_VALUES = 256 * MAX_ROW_GROUP_ROWS
+MAX_BLOCK_VALUES = 128 * MAX_ROW_GROUP_ROWS
 """Values of all ranks in a stretch, 8 bytes each: what a worker's memory goes by, however long the run is.
 
 A single forward is never cut: of a run with more series than this divided by its ranks, it is all of them.
 """
 
 MAX_BLOCK_CELLS = MAX_ROW_GROUP_ROWS
-"""Cells of a stretch, some 150 bytes each in the table that a worker gives back and that waits for its turn.
+"""Cells of a stretch, some 150 bytes each in the table that a worker makes of it."""
 
-A row group of a rank is read again in every stretch that it reaches into, so that they should not be shorter
-than a row group.
+MAX_TASK_CELLS = 4 * MAX_ROW_GROUP_ROWS
+"""Cells of the stretches that a worker compares one after the other, and gives back together.
+
+A row group of a rank is decoded once for all of them, and again for each other task that it reaches into, so
+that these should be longer than a row group.
 """
+
+_FEW_TASKS, _MIN_TASK_VALUES = 4, 256 * MAX_ROW_GROUP_ROWS
+"""A run is cut into so many tasks at least, where each has so many values: some seconds of a worker."""
 
 
 @dataclass(slots=True)
@@ -73,32 +82,35 @@ class ComparisonPlan:
         """
         if self.num_ranks == 0 or len(moments) == 0:
             return
-        num_cells = min(MAX_BLOCK_CELLS, MAX_BLOCK_VALUES // self.num_ranks)
-        size = max(1, num_cells // max(1, num_series))
-        firsts = [_moment(row) for row in moments[::size].tolist()]
-        lasts = [
-            _moment(moments[min(start + size, len(moments)) - 1].tolist())
+        num_series = max(1, num_series)
+        size = max(1, min(MAX_BLOCK_CELLS, MAX_BLOCK_VALUES // self.num_ranks) // num_series)
+        stretches = [
+            (_moment(moments[start].tolist()), _moment(moments[start:][:size][-1].tolist()))
             for start in range(0, len(moments), size)
         ]
-        parts = self._parts_of_blocks(firsts)
-        for first, last, own in zip(firsts, lasts, parts, strict=True):
-            shown = pictured if pictured is not None and pictured.between(first, last) else None
-            if self.num_ranks > 1 or shown is not None:
-                yield ComparisonTask(first, last, run_id, sources, tuple(own), shown)
+        num_tasks = max(
+            math.ceil(len(stretches) / max(1, MAX_TASK_CELLS // (size * num_series))),
+            min(_FEW_TASKS, len(moments) * num_series * self.num_ranks // _MIN_TASK_VALUES),
+        )
+        length = math.ceil(len(stretches) / num_tasks)
+        chosen = [tuple(stretches[start : start + length]) for start in range(0, len(stretches), length)]
+        for own, spans in zip(chosen, self._spans_of_tasks([one[0][0] for one in chosen]), strict=True):
+            shown = [one for one in own if pictured is not None and pictured.between(*one)]
+            wanted = own if self.num_ranks > 1 else tuple(shown)
+            if wanted:
+                yield ComparisonTask(wanted, run_id, sources, tuple(spans), pictured if shown else None)
 
-    def _parts_of_blocks(
-        self, firsts: Sequence[Moment]
-    ) -> list[list[tuple[int, tuple[tuple[PartFile, tuple[int, ...]], ...]]]]:
-        """Returns for each stretch what lies in it, by rank and in the order of writing."""
-        found: list[list[tuple[int, tuple[tuple[PartFile, tuple[int, ...]], ...]]]] = [[] for _ in firsts]
+    def _spans_of_tasks(self, firsts: Sequence[Moment]) -> list[list[tuple[int, tuple[RowSpan, ...]]]]:
+        """Returns for each task, by its first forward, what reaches into it, by rank."""
+        found: list[list[tuple[int, tuple[RowSpan, ...]]]] = [[] for _ in firsts]
         for rank, spans in self._spans:
-            own: dict[int, dict[PartFile, list[int]]] = {}
+            own: dict[int, list[RowSpan]] = {}
             for span in spans:
                 low, high = bisect_right(firsts, span.first), bisect_right(firsts, span.last)
-                for block in range(max(low - 1, 0), high):
-                    own.setdefault(block, {}).setdefault(span.part, []).append(span.group)
-            for block, parts in own.items():
-                found[block].append((rank, tuple((part, tuple(groups)) for part, groups in parts.items())))
+                for task in range(max(low - 1, 0), high):
+                    own.setdefault(task, []).append(span)
+            for task, of_task in own.items():
+                found[task].append((rank, tuple(of_task)))
         return found
 
 

@@ -1,64 +1,51 @@
 """The rows of a stretch of all ranks, rank beside rank: an array of values a rank, in the order of the cells.
 
-Ranks that run the same program write the same keys in the same order. So the keys of a row group are first
-held against those of the row group before it at the same place of another rank; only where they differ are
-the cells of its rows looked up one by one. Either way every row's key is looked at.
+Ranks that run the same program write the same keys in the same order. So the cells of a run of rows are
+looked up once for each kind of run and forward, and every other rank that has a run of that kind there takes
+them over. Either way every row's key was looked at.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
-from torchinstruments.merge.comparison_cells import NOT_COMPARED, PROVENANCE, Cells, Provenances
+from torchinstruments.merge.comparison_cells import NOT_COMPARED, CellKinds, Cells, Provenances
+from torchinstruments.merge.held_groups import GroupRows, RowGroups
 from torchinstruments.merge.overview_choice import Pictured
-from torchinstruments.merge.parts import reread_groups
-from torchinstruments.merge.repeated_runs import repeated_runs
-from torchinstruments.merge.row_spans import Moment
+from torchinstruments.merge.row_spans import Moment, RowSpan
+from torchinstruments.merge.run_kinds import Kind
 from torchinstruments.merge.sources import Source
-from torchinstruments.store.inventory import PartFile
-from torchinstruments.store.row_blocks import floats
-from torchinstruments.store.schema import KEY_COLUMNS
 
-__all__ = ["COMPARED_COLUMNS", "AlignedRows", "ComparisonTask", "RankRows", "read_aligned"]
-
-_PLACE_COLUMNS = ("generation", "attempt", "forward_in_attempt")
-_VARIANT_COLUMNS = ("backward_index", "mode", "scope", "replica_key")
-_LAYOUT = (*_PLACE_COLUMNS, *KEY_COLUMNS, *_VARIANT_COLUMNS, *PROVENANCE)
-_KINDS = (*KEY_COLUMNS, *_VARIANT_COLUMNS, *PROVENANCE)
-COMPARED_COLUMNS = (*_LAYOUT, "forward_index", "value")
-"""Columns of ``history`` that a comparison reads."""
+__all__ = ["AlignedRows", "ComparisonTask", "RankRows", "aligned_stretches"]
 
 _Integers = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
-_Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonTask:
-    """A stretch of forwards, to be read of every rank (made by the merge, run by a worker).
+    """Stretches of forwards, to be read of every rank (made by the merge, run by a worker).
 
     Attributes:
-        first: The first forward.
-        last: The last forward.
+        stretches: First and last forward of each, in ascending order.
         run_id: Parts of another run are left out.
         sources: The folders of the run, by `PartFile.source`.
-        parts: Rank to its parts with rows in the stretch, in the order of writing, and the row groups.
-        pictured: What is chosen for pictures; None where none of it lies in the stretch.
+        spans: Rank to its row groups with rows in any of the stretches, in the order of writing.
+        pictured: What is chosen for pictures; None where none of it lies in the stretches.
     """
 
-    first: Moment
-    last: Moment
+    stretches: tuple[tuple[Moment, Moment], ...]
     run_id: str
     sources: tuple[Source, ...]
-    parts: tuple[tuple[int, tuple[tuple[PartFile, tuple[int, ...]], ...]], ...]
+    spans: tuple[tuple[int, tuple[RowSpan, ...]], ...]
     pictured: Pictured | None = None
 
     @property
     def read_ranks(self) -> tuple[int, ...]:
         """Ranks whose parts are read."""
-        return tuple(rank for rank, _ in self.parts)
+        return tuple(rank for rank, _ in self.spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,180 +93,225 @@ class AlignedRows:
     num_rows: int
 
 
-def read_aligned(task: ComparisonTask) -> AlignedRows:
-    """Reads a stretch (worker: any thread, process or machine).
+def aligned_stretches(task: ComparisonTask) -> Iterator[AlignedRows]:
+    """Reads stretch after stretch (worker: any thread, process or machine).
 
     Raises:
         StorageError: A store did not answer.
         ChangedPartError: A part cannot be read any more, or not in these columns.
     """
-    grid = _Grid(task)
-    ranks = tuple(grid.rank(rank, parts) for rank, parts in task.parts)
-    size = len(grid.cells)
-    return AlignedRows(
-        cells=grid.cells,
-        ranks=ranks,
-        without_value=_grown(grid.without_value, size, 0),
-        differing=_grown(grid.differing, size, 0),
-        sizes=grid.sizes(),
-        not_compared=grid.not_compared,
-        ambiguous=grid.ambiguous,
-        num_repeated=grid.num_repeated,
-        num_rows=grid.num_rows,
-    )
+    kinds, provenances = CellKinds(), Provenances()
+    groups = RowGroups(task.run_id, task.sources, kinds, provenances)
+    firsts = [first for first, _ in task.stretches[1:]]
+    for (first, last), next_first in zip(task.stretches, [*firsts, None], strict=True):
+        grid = _Grid(first, last, Cells(kinds), provenances)
+        for rank, spans in task.spans:
+            wanted = [span for span in spans if span.first <= last and first <= span.last]
+            if wanted:
+                grid.add_rank(rank, groups.of_stretch(wanted, next_first))
+        yield grid.aligned()
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    """A row group whose rows have found their cells.
+class _CellsOfRun:
+    """The cells of a run.
 
     Attributes:
-        batch: Its key columns.
-        has_value: Which rows have one, shape ``[rows]``.
-        chosen: Rows in cells of the stretch, or None for all.
-        columns: The cell of each of those.
-        moment: The number of the forward of each of those.
-        provenance: The number of the combination of each of those.
-        num_inside: Rows of the stretch.
-        not_compared: Rows of the stretch that belong to no cell, by the place of the reason.
+        columns: Cell of each row that has one.
+        chosen: Those rows, None for all.
+        not_compared: Rows without a cell, by the place of the reason.
     """
 
-    batch: pa.RecordBatch
-    has_value: _Flags
-    chosen: _Integers | None
     columns: _Integers
-    moment: _Integers
-    provenance: _Integers
-    num_inside: int
+    chosen: _Integers | None
     not_compared: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What a row group has of a stretch.
+
+    Attributes:
+        process: Process that wrote it.
+        moments: Forward of each run.
+        sizes: Rows in cells of each run.
+        columns: The cell of each of those rows.
+        values: Their values.
+    """
+
+    process: str
+    moments: list[Moment]
+    sizes: list[int]
+    columns: _Integers
+    values: _Floats
+
+
 class _Grid:
-    def __init__(self, task: ComparisonTask) -> None:
-        self._task = task
-        self.cells = Cells(task.first, task.last)
-        self.without_value: _Integers = np.zeros(0, np.int64)
-        self.differing: _Integers = np.zeros(0, np.int64)
-        self.not_compared = dict.fromkeys(NOT_COMPARED, 0)
-        self.ambiguous: dict[int, int] = {}
-        self.num_repeated = 0
-        self.num_rows = 0
-        self._provenances = Provenances()
+    def __init__(self, first: Moment, last: Moment, cells: Cells, provenances: Provenances) -> None:
+        self._first, self._last = first, last
+        self._cells, self._provenances = cells, provenances
+        self._ranks: list[RankRows] = []
+        self._without_value: _Integers = np.zeros(0, np.int64)
+        self._differing: _Integers = np.zeros(0, np.int64)
         self._first_provenance: _Integers = np.zeros(0, np.int64)
-        self._layouts: dict[int, _Layout] = {}
+        self._not_compared = dict.fromkeys(NOT_COMPARED, 0)
+        self._ambiguous: dict[int, int] = {}
+        self._num_repeated = 0
+        self._num_rows = 0
+        self._known: dict[tuple[Moment, Kind], _CellsOfRun] = {}
+        self._compared: set[tuple[Moment, Kind, Kind]] = set()
 
-    def rank(self, rank: int, parts: tuple[tuple[PartFile, tuple[int, ...]], ...]) -> RankRows:
+    def add_rank(self, rank: int, groups: Iterator[GroupRows]) -> None:
         """Takes all rows of a rank; ranks come in ascending order."""
-        found: list[tuple[str, _Layout, _Floats]] = []
-        place = 0
-        for part, groups in parts:
-            for batch in reread_groups(self._task.sources, self._task.run_id, part, COMPARED_COLUMNS, groups):
-                layout = self._layout(place, batch)
-                place += 1
-                self.num_rows += layout.num_inside
-                for reason, rows in zip(NOT_COMPARED, layout.not_compared, strict=True):
-                    self.not_compared[reason] += rows
-                if len(layout.columns):
-                    values = floats(batch, "value")
-                    values = values if layout.chosen is None else values[layout.chosen]
-                    found.append((part.process, layout, values))
-        return self._joined(rank, self._unambiguous(rank, found))
+        found = [taken for group in groups if (taken := self._take(group)) is not None]
+        self._ranks.append(self._joined(rank, self._unambiguous(rank, found)))
 
-    def sizes(self) -> _Integers:
-        """Returns the entries of each cell's tensor."""
-        return self._provenances.sizes(_grown(self._first_provenance, len(self.cells), -1))
+    def aligned(self) -> AlignedRows:
+        """Returns the stretch."""
+        size = len(self._cells)
+        return AlignedRows(
+            cells=self._cells,
+            ranks=tuple(self._ranks),
+            without_value=_grown(self._without_value, size, 0),
+            differing=_grown(self._differing, size, 0),
+            sizes=self._provenances.sizes(_grown(self._first_provenance, size, -1)),
+            not_compared=self._not_compared,
+            ambiguous=self._ambiguous,
+            num_repeated=self._num_repeated,
+            num_rows=self._num_rows,
+        )
 
-    def _layout(self, place: int, batch: pa.RecordBatch) -> _Layout:
-        has_value = np.isfinite(floats(batch, "value"))
-        known = self._layouts.get(place)
-        if known is None or not _is_same(known, batch, has_value):
-            known = self._layouts[place] = self._laid_out(batch, has_value)
-        return known
+    def _take(self, group: GroupRows) -> _Taken | None:
+        moments = [_moment(row) for row in group.moments.tolist()]
+        inside = [place for place, one in enumerate(moments) if self._first <= one <= self._last]
+        if not inside:
+            return None
+        moments = [moments[place] for place in inside]
+        kinds = [group.cells[place] for place in inside]
+        starts = group.starts[inside].tolist()
+        of_runs = self._cells_of(moments, kinds)
+        for one, kind in zip(of_runs, kinds, strict=True):
+            self._num_rows += len(kind)
+            for reason, rows in zip(NOT_COMPARED, one.not_compared, strict=True):
+                self._not_compared[reason] += rows
+        self._compare_provenance(moments, kinds, [group.provenances[place] for place in inside], of_runs)
+        if inside[-1] - inside[0] + 1 == len(inside) and all(one.chosen is None for one in of_runs):
+            # Samples lie in their order and nearly all rows have a cell, so that this is nearly always so.
+            values = group.values[starts[0] : starts[-1] + len(kinds[-1])]
+        else:
+            values = np.concatenate(
+                [
+                    group.values[start : start + len(kind)][slice(None) if one.chosen is None else one.chosen]
+                    for start, kind, one in zip(starts, kinds, of_runs, strict=True)
+                ]
+            )
+        return _Taken(
+            process=group.process,
+            moments=moments,
+            sizes=[len(one.columns) for one in of_runs],
+            columns=np.concatenate([one.columns for one in of_runs]),
+            values=values,
+        )
 
-    def _laid_out(self, batch: pa.RecordBatch, has_value: _Flags) -> _Layout:
-        moment = self.cells.moment_numbers(batch)
-        inside = np.flatnonzero(moment >= 0)
-        chosen: _Integers | None = None
-        rows = batch
-        if len(inside) < len(moment):
-            chosen, moment = inside, moment[inside]
-            # Rows of a sample lie together and samples in their order, so that this is nearly always so.
-            is_one_piece = len(inside) > 0 and int(inside[-1] - inside[0]) + 1 == len(inside)
-            rows = batch.slice(int(inside[0]), len(inside)) if is_one_piece else batch.take(pa.array(inside))
-        none = np.zeros(0, np.int64)
-        if len(inside) == 0:
-            return _Layout(batch, has_value, chosen, none, none, none, 0, (0,) * len(NOT_COMPARED))
-        # A row without a value may belong to a cell to which one with a value would not.
-        alike = repeated_runs(rows, moment, _KINDS, [has_value[inside]])
-        series, variant = (numbers[alike.position] for numbers in self.cells.kinds(alike.rows))
-        columns = self.cells.columns(moment, series, variant)
-        provenance = self._provenances.numbers(alike.rows)[alike.position]
-        lost = tuple(int((columns == -1 - one).sum()) for one in range(len(NOT_COMPARED)))
-        if any(lost):
-            kept = np.flatnonzero(columns >= 0)
-            chosen = kept if chosen is None else chosen[kept]
-            columns, moment, provenance = columns[kept], moment[kept], provenance[kept]
-        self._compare_provenance(columns, provenance)
-        return _Layout(batch, has_value, chosen, columns, moment, provenance, len(inside), lost)
+    def _cells_of(self, moments: list[Moment], kinds: list[Kind]) -> list[_CellsOfRun]:
+        """Returns the cells of some runs; those of a kind and forward that were not seen are looked up."""
+        known, places = self._known, list(zip(moments, kinds, strict=True))
+        new = {place: None for place in places if place not in known}
+        if not new:
+            return [known[place] for place in places]
+        lengths = [len(kind) for _, kind in new]
+        numbers = np.array([self._cells.moment_number(moment) for moment, _ in new], np.int64)
+        series, variant = (
+            np.concatenate([kind.numbers[one] for _, kind in new]).astype(np.int64) for one in range(2)
+        )
+        columns = self._cells.columns(np.repeat(numbers, lengths), series, variant)
+        own: dict[tuple[Moment, Kind], _CellsOfRun] = {}
+        end = 0
+        for place, length in zip(new, lengths, strict=True):
+            start, end = end, end + length
+            own[place] = _cells_of_run(columns[start:end])
+            if place[1].is_known:
+                known[place] = own[place]
+        return [own.get(place) or known[place] for place in places]
 
-    def _compare_provenance(self, columns: _Integers, provenance: _Integers) -> None:
-        size = len(self.cells)
+    def _compare_provenance(
+        self,
+        moments: list[Moment],
+        kinds: list[Kind],
+        provenances: list[Kind],
+        of_runs: list[_CellsOfRun],
+    ) -> None:
+        """Holds what stands beside values against what stood there first, once for equal runs."""
+        columns: list[_Integers] = []
+        numbers: list[npt.NDArray[np.int32]] = []
+        for moment, kind, provenance, one in zip(moments, kinds, provenances, of_runs, strict=True):
+            place = (moment, kind, provenance)
+            if place in self._compared:
+                continue
+            if kind.is_known and provenance.is_known:
+                self._compared.add(place)
+            columns.append(one.columns)
+            own = provenance.numbers[0]
+            numbers.append(own if one.chosen is None else own[one.chosen])
+        size = len(self._cells)
         self._first_provenance = _grown(self._first_provenance, size, -1)
-        self.differing = _grown(self.differing, size, 0)
-        held = self._first_provenance[columns]
+        self._differing = _grown(self._differing, size, 0)
+        if not columns:
+            return
+        joined, provenance_of = np.concatenate(columns), np.concatenate(numbers).astype(np.int64)
+        held = self._first_provenance[joined]
         is_new = held < 0
         if bool(is_new.any()):
             # Backwards, so that of rows with the same cell the first one stays.
-            self._first_provenance[columns[is_new][::-1]] = provenance[is_new][::-1]
-            held = self._first_provenance[columns]
-        differs = np.flatnonzero(held != provenance)
+            self._first_provenance[joined[is_new][::-1]] = provenance_of[is_new][::-1]
+            held = self._first_provenance[joined]
+        differs = np.flatnonzero(held != provenance_of)
         if len(differs):
-            bits = self._provenances.differing(held[differs], provenance[differs])
-            np.bitwise_or.at(self.differing, columns[differs], bits)
+            bits = self._provenances.differing(held[differs], provenance_of[differs])
+            np.bitwise_or.at(self._differing, joined[differs], bits)
 
-    def _unambiguous(
-        self, rank: int, found: list[tuple[str, _Layout, _Floats]]
-    ) -> list[tuple[_Integers, _Floats]]:
+    def _unambiguous(self, rank: int, found: list[_Taken]) -> list[tuple[_Integers, _Floats]]:
         """Returns cells and values, without those of forwards that two processes have."""
-        holders: dict[int, str] = {}
-        twice: set[int] = set()
-        for process, layout, _ in found:
-            for moment in _runs(layout.moment):
-                if holders.setdefault(moment, process) != process:
-                    twice.add(moment)
+        holders: dict[Moment, str] = {}
+        twice: set[Moment] = set()
+        if len({one.process for one in found}) > 1:
+            for one in found:
+                # A forward of which nothing can be compared is held by nobody.
+                own = (moment for moment, size in zip(one.moments, one.sizes, strict=True) if size)
+                twice.update(m for m in own if holders.setdefault(m, one.process) != one.process)
         if not twice:
-            return [(layout.columns, values) for _, layout, values in found]
+            return [(one.columns, one.values) for one in found]
         kept: list[tuple[_Integers, _Floats]] = []
-        for _, layout, values in found:
-            is_single = ~np.isin(layout.moment, list(twice))
+        for one in found:
+            is_single = np.repeat([moment not in twice for moment in one.moments], one.sizes)
             lost = len(is_single) - int(is_single.sum())
-            self.ambiguous[rank] = self.ambiguous.get(rank, 0) + lost
-            kept.append((layout.columns[is_single], values[is_single]))
+            self._ambiguous[rank] = self._ambiguous.get(rank, 0) + lost
+            kept.append((one.columns[is_single], one.values[is_single]))
         return kept
 
     def _joined(self, rank: int, found: list[tuple[_Integers, _Floats]]) -> RankRows:
-        self.without_value = _grown(self.without_value, len(self.cells), 0)
-        values = np.full(self.cells.num_whole, np.nan)
-        is_there = np.zeros(self.cells.num_whole, np.bool_)
+        self._without_value = _grown(self._without_value, len(self._cells), 0)
+        values = np.full(self._cells.num_whole, np.nan)
+        is_there = np.zeros(self._cells.num_whole, np.bool_)
         part_columns: list[_Integers] = [np.zeros(0, np.int64)]
         part_values: list[_Floats] = [np.zeros(0)]
         for columns, own in found:
-            finite = np.where(np.isfinite(own), own, np.nan)
-            places = self.cells.whole[columns]
+            places = self._cells.whole[columns]
             is_whole = places >= 0
+            of_whole = own
             if not bool(is_whole.all()):
                 part_columns.append(columns[~is_whole])
-                part_values.append(finite[~is_whole])
-                places, finite = places[is_whole], finite[is_whole]
-            values[places] = finite
+                part_values.append(own[~is_whole])
+                places, of_whole = places[is_whole], own[is_whole]
+            values[places] = of_whole
             is_there[places] = True
         lacking = np.flatnonzero(is_there & np.isnan(values))
         if len(lacking):
-            self.without_value[np.flatnonzero(self.cells.whole >= 0)[lacking]] += 1
+            self._without_value[np.flatnonzero(self._cells.whole >= 0)[lacking]] += 1
         in_parts, of_parts = _last_of_each(np.concatenate(part_columns), np.concatenate(part_values))
-        self.num_repeated += sum(len(columns) for columns, _ in found) - int(is_there.sum()) - len(in_parts)
+        self._num_repeated += sum(len(columns) for columns, _ in found) - int(is_there.sum()) - len(in_parts)
         is_lacking = np.isnan(of_parts)
-        self.without_value[in_parts[is_lacking]] += 1
+        self._without_value[in_parts[is_lacking]] += 1
         return RankRows(rank, values, in_parts[~is_lacking].astype(np.int32), of_parts[~is_lacking])
 
 
@@ -292,21 +324,16 @@ def _last_of_each(columns: _Integers, values: _Floats) -> tuple[_Integers, _Floa
     return columns[is_last], values[is_last]
 
 
-def _is_same(known: _Layout, batch: pa.RecordBatch, has_value: _Flags) -> bool:
-    """Returns whether a row group has the keys of another one, row by row."""
-    if batch.num_rows != known.batch.num_rows or not np.array_equal(has_value, known.has_value):
-        return False
-    names = _LAYOUT
-    if batch.column("attempt").null_count:
-        names = (*_LAYOUT, "forward_index")
-    return all(batch.column(name).equals(known.batch.column(name)) for name in names)
+def _cells_of_run(columns: _Integers) -> _CellsOfRun:
+    if int(columns.min()) >= 0:
+        return _CellsOfRun(columns, None, (0,) * len(NOT_COMPARED))
+    lost = tuple(int((columns == -1 - one).sum()) for one in range(len(NOT_COMPARED)))
+    chosen = np.flatnonzero(columns >= 0)
+    return _CellsOfRun(columns[chosen], chosen, lost)
 
 
-def _runs(numbers: _Integers) -> list[int]:
-    """Returns each number that differs from the one before it."""
-    if len(numbers) == 0:
-        return []
-    return numbers[np.append(True, numbers[1:] != numbers[:-1])].tolist()
+def _moment(row: list[int]) -> Moment:
+    return (row[0], row[1], row[2])
 
 
 def _grown(values: _Integers, size: int, filling: int) -> _Integers:

@@ -18,7 +18,7 @@ from torchinstruments.merge.arguments import check_arguments, ranks_asked_for
 from torchinstruments.merge.catalogs import joined_modules
 from torchinstruments.merge.check_findings import CheckFindingsFold
 from torchinstruments.merge.comparison import COMPARISON_FILE, ComparisonFold
-from torchinstruments.merge.comparison_blocks import compare_block, picture_block
+from torchinstruments.merge.comparison_blocks import compare_stretches, picture_stretches
 from torchinstruments.merge.coverage import Coverage, CoverageFold
 from torchinstruments.merge.entries import SummaryTable
 from torchinstruments.merge.executors import ExecutorChoice, workers_for
@@ -136,8 +136,8 @@ def _merge(
     plan: MergePlan, output: str | None, inline_ranks: int, progress: Progress | None, executor: Executor
 ) -> MergeResult:
     clear_abandoned()
-    with ComparisonFold() as comparison:
-        return _folded(plan, output, inline_ranks, progress, executor, comparison)
+    with ComparisonFold() as comparison, SummaryTable(comparison.folder / SUMMARY_FILE) as table:
+        return _folded(plan, output, inline_ranks, progress, executor, comparison, table)
 
 
 def _folded(
@@ -147,18 +147,18 @@ def _folded(
     progress: Progress | None,
     executor: Executor,
     comparison: ComparisonFold,
+    table: SummaryTable,
 ) -> MergeResult:
     # Before anything is read, for a place that is refused.
     storage = open_output(plan, output)
     statistics = plan.inventory.run.statistics
     layers = LayerFold(statistics, inline=len(plan.tasks) <= inline_ranks)
     coverage = CoverageFold(plan)
-    table = SummaryTable()
     views: list[ProcessView] = []
     now_s = store_now_s(plan.inventory)
     ranks = _RankFolds()
     # Closed at once when the caller's progress raises: an executor that stays open gets no more to do.
-    with closing(in_order(executor, read_rank, plan.tasks)) as readings:
+    with closing(in_order(executor, read_rank, plan.tasks, weight=_num_series)) as readings:
         for done, (task, reading) in enumerate(zip(plan.tasks, readings, strict=True), start=1):
             modules = _modules(plan, reading.rank, coverage.set_aside)
             of_rank = _views(plan, reading, now_s)
@@ -189,13 +189,15 @@ def _folded(
         samples, layers.num_series, plan.inventory.run.run_id, plan.sources, pictured
     )
     if comparison.plan.num_ranks > 1:
-        for block in in_order(executor, compare_block, stretches, max_waiting=MAX_WAITING_BLOCKS):
-            comparison.add_block(block)
+        for blocks in in_order(executor, compare_stretches, stretches, max_waiting=MAX_WAITING_BLOCKS):
+            for block in blocks:
+                comparison.add_block(block)
     else:
-        for overview in in_order(executor, picture_block, stretches, max_waiting=MAX_WAITING_BLOCKS):
-            comparison.overview.add(overview)
+        for overviews in in_order(executor, picture_stretches, stretches, max_waiting=MAX_WAITING_BLOCKS):
+            for overview in overviews:
+                comparison.overview.add(overview)
     files: dict[str, bytes | Path] = {
-        SUMMARY_FILE: table.encoded(),
+        SUMMARY_FILE: table.file(),
         STEPS_FILE: ranks.steps.encoded(),
         COMPARISON_FILE: comparison.file(),
         OVERVIEW_FILE: comparison.overview.encoded(pictured, len(samples)),
@@ -220,6 +222,10 @@ def _folded(
         writer.submit(int).result()
         writer.submit(write_together, storage, files, result).result()
     return MergeResult(result, storage.url, found.is_complete, storage)
+
+
+def _num_series(reading: RankReading) -> int:
+    return len(reading.summaries)
 
 
 def _require_presence(plan: MergePlan, set_aside: Collection[SetAside]) -> None:

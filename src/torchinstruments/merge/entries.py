@@ -1,7 +1,9 @@
 """One rank's summaries as rows of ``summary.parquet``; a missing number is null with a reason beside it."""
 
-import io
 from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -54,30 +56,43 @@ SUMMARY_SCHEMA = _summary_schema()
 
 
 class SummaryTable:
-    """Encodes ``summary.parquet`` rank by rank, one row group a rank.
+    """Writes ``summary.parquet`` rank by rank, one row group a rank; a context that ends with the file.
 
-    Nothing of a rank stays in memory but its encoded bytes.
+    Nothing of a rank stays in memory.
+
+    Args:
+        path: The file, which the caller deletes.
     """
 
-    def __init__(self) -> None:
-        self._buffer = io.BytesIO()
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._writer = pq.ParquetWriter(
-            self._buffer,
+            path,
             SUMMARY_SCHEMA,
             compression="zstd",
             use_dictionary=[field.name for field in SUMMARY_SCHEMA if pa.types.is_string(field.type)],
             store_schema=False,
         )
 
+    def __enter__(self) -> Self:
+        """Returns the table."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes the file."""
+        self._writer.close()
+
     def add(self, rank: int, summaries: SeriesSummaries) -> None:
         """Takes the summaries of a rank; ranks come in ascending order."""
         if len(summaries):
             self._writer.write_table(_table(rank, summaries), row_group_size=len(summaries))
 
-    def encoded(self) -> bytes:
-        """Returns the whole file; nothing can be added afterwards."""
+    def file(self) -> Path:
+        """Returns the finished table; nothing can be added afterwards."""
         self._writer.close()
-        return self._buffer.getvalue()
+        return self._path
 
 
 def _table(rank: int, summaries: SeriesSummaries) -> pa.Table:

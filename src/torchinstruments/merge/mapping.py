@@ -13,6 +13,12 @@ __all__ = ["MAX_WAITING", "MAX_WAITING_BLOCKS", "OfRanks", "in_order"]
 MAX_WAITING = 64
 """Tasks that run, or wait with their results, ahead of the one that is taken next."""
 
+MAX_WAITING_BLOCKS = 8
+"""The same for tasks that compare all ranks, whose answers may be as large as what they read."""
+
+MAX_WAITING_WEIGHT = 262_144
+"""Series of the results that wait, some 250 bytes each; `MAX_WAITING_BLOCKS` results may wait always."""
+
 
 class OfRanks(Protocol):
     """A task that says which ranks' files it reads, so that what fails can be told by rank."""
@@ -22,9 +28,6 @@ class OfRanks(Protocol):
         """The ranks."""
         ...
 
-
-MAX_WAITING_BLOCKS = 8
-"""The same for tasks that compare all ranks, whose answers may be as large as what they read."""
 
 _Task = TypeVar("_Task", bound=OfRanks)
 _Found = TypeVar("_Found")
@@ -36,6 +39,7 @@ def in_order(
     tasks: Iterable[_Task],
     *,
     max_waiting: int | None = None,
+    weight: Callable[[_Found], int] | None = None,
 ) -> Generator[_Found]:
     """Yields what a function finds for each task, in the order of the tasks (offline, the caller's thread).
 
@@ -46,18 +50,25 @@ def in_order(
         function: Importable by name, for another process or machine.
         tasks: What it is called with, one after the other.
         max_waiting: Tasks under way at most; None for `MAX_WAITING`.
+        weight: How many series a result has, where that is what it takes memory for: the more, the fewer
+            tasks are under way. None where results are small.
 
     Raises:
         WorkerLostError: A worker died over a task, as often as it was tried.
         TorchInstrumentsError: What the function raised. Of either ``failures`` says which ranks, and why.
     """
     waiting: deque[tuple[_Task, Future[_Found]]] = deque()
-    bound = MAX_WAITING if max_waiting is None else max_waiting
+    most = MAX_WAITING if max_waiting is None else max_waiting
+    least = min(most, MAX_WAITING_BLOCKS)
+    bound = most if weight is None else least
     try:
         for task in tasks:
             waiting.append((task, executor.submit(function, task)))
-            if len(waiting) >= bound:
-                yield _next(waiting)
+            while len(waiting) >= bound:
+                found = _next(waiting)
+                if weight is not None:
+                    bound = max(least, min(most, MAX_WAITING_WEIGHT // max(1, weight(found))))
+                yield found
         while waiting:
             yield _next(waiting)
     except BrokenExecutor as error:

@@ -199,7 +199,7 @@ def reread(
 
 def reread_groups(
     sources: Sequence[Source], run_id: str, part: PartFile, columns: Sequence[str], groups: Sequence[int]
-) -> Iterator[pa.RecordBatch]:
+) -> Generator[pa.RecordBatch]:
     """Yields row groups of a part that could be read to its end before, one batch each (offline, any worker).
 
     Raises:
@@ -210,9 +210,9 @@ def reread_groups(
         for group in groups:
             # One thread: the merge is parallel over what is compared.
             table = file.read_row_group(group, columns=list(columns), use_threads=False)
-            for batch in table.unify_dictionaries().combine_chunks().to_batches():
-                _check_texts(batch)
-                yield batch
+            (batch,) = table.unify_dictionaries().combine_chunks().to_batches()
+            _check_texts(batch)
+            yield batch
 
 
 def _check_texts(batch: pa.RecordBatch) -> None:

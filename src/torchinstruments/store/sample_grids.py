@@ -9,6 +9,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -51,14 +52,16 @@ class _Layout:
         """Returns the same, without the memory of the rows that it was cut from."""
         return _Layout(tuple(one.copy() for one in self.columns), self.dictionaries)
 
-    def repeats(self, start: int, stop: int, length: int) -> bool:
-        """Whether each so many rows of a stretch are the same as its first ones."""
-        return all(
-            # Equal to what stands one sample before, all along; a dictionary of one text has one value.
-            (dictionary is not None and len(dictionary) == 1)
-            or np.array_equal(one[start + length : stop], one[start : stop - length])
-            for one, dictionary in zip(self.columns, self.dictionaries, strict=True)
-        )
+    def changes(self, start: int, stop: int, length: int) -> npt.NDArray[np.intp]:
+        """Returns which pieces of so many rows of a stretch are not the same as the piece before them."""
+        changed = np.zeros((stop - start) // length - 1, np.bool_)
+        for one, dictionary in zip(self.columns, self.dictionaries, strict=True):
+            # A dictionary of one text has one value.
+            if dictionary is None or len(dictionary) > 1:
+                later, earlier = one[start + length : stop], one[start : stop - length]
+                if not np.array_equal(later, earlier):
+                    changed |= (later != earlier).reshape(-1, length).any(axis=1)
+        return np.flatnonzero(changed) + 1
 
 
 class SharedLayouts:
@@ -187,5 +190,11 @@ def _stretches(ids: _Integers, keys: _Layout) -> Iterator[tuple[int, int, int]]:
         start, length, samples = int(starts[cut]), int(lengths[cut]), end - cut
         stop = start + length * samples
         of_samples = ids[start:stop:length]
-        is_grid = bool((of_samples[1:] > of_samples[:-1]).all()) and keys.repeats(start, stop, length)
-        yield start, stop - start, samples if is_grid else 0
+        changes = keys.changes(start, stop, length)
+        if len(changes) >= _MAX_STRETCHES or not bool((of_samples[1:] > of_samples[:-1]).all()):
+            yield start, stop - start, 0
+            continue
+        # Late gradients of some samples may be as many rows as the outputs of the next ones.
+        pieces = [0, *changes.tolist(), samples]
+        for first, last in pairwise(pieces):
+            yield start + first * length, (last - first) * length, last - first
