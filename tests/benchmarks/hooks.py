@@ -5,21 +5,28 @@ round measures every variant once, in an order that changes from round to round,
 second one is the control (A/A), whose distance from 1 is what the machine adds. A ratio is the median over
 rounds of the variant's time to the bare time of its own round; behind it stand the quartiles of these ratios.
 Times are processor seconds of the process, writer thread left out: samples are not resolved. Where the ratio
-of an unsampled step drowns in the control, the microseconds that it adds, printed first, are a better guide.
+of an unsampled step drowns in the control, the microseconds that it adds are a better guide: the median over
+rounds of the difference to the bare step of the round, and, printed first, those of an empty forward. Beside
+the median stands the ratio of the least times, for what other work on the machine adds is never negative.
 
-    python tests/benchmarks/hooks.py [--rounds 15]
+    python tests/benchmarks/hooks.py [--rounds 15] [--only unsampled]
 """
 
 import argparse
 import gc
 import random
 import statistics
+import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from torchinstruments.config import ErrorPolicy
 from torchinstruments.observe.faults import Faults
@@ -29,6 +36,8 @@ from torchinstruments.observe.probe import RootProbe
 from torchinstruments.observe.sampling import AlwaysSampler, EveryNForwardsSampler, SamplingPolicy
 from torchinstruments.observe.selection import leaf_modules, select_layers
 from torchinstruments.ranks.clock import StepClock
+from torchinstruments.ranks.loss_scale import ScalerWatch
+from torchinstruments.ranks.optimizers import OptimizerWatch
 from torchinstruments.records import (
     ChecksRecord,
     ClosedAttempt,
@@ -43,6 +52,9 @@ from torchinstruments.statistics.reducers import default_reducers
 
 STEP_S = 0.03
 """Processor seconds that one measurement of a variant lasts at least."""
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+Step: TypeAlias = Callable[[nn.Module, torch.Tensor], None]
 
 
 class Discarding:
@@ -103,12 +115,14 @@ class Variant:
         sampler: Makes the sampler; None leaves the model bare.
         histograms: Taken of the first eight layers.
         captures: Whether direct forwards are captured.
+        watches: What is watched beside the model, ``optimizers`` or ``scalers`` as well.
     """
 
     name: str
     sampler: Callable[[], SamplingPolicy] | None
     histograms: tuple[HistogramReducer, ...] = ()
     captures: bool = False
+    watches: str = ""
 
 
 def never() -> SamplingPolicy:
@@ -125,6 +139,13 @@ VARIANTS = (
     Variant("sampled, direct forwards", AlwaysSampler, captures=True),
     Variant("sampled, histograms", AlwaysSampler, (histogram(),)),
 )
+UNSAMPLED = (
+    *VARIANTS[:2],
+    Variant("hooks and clock", never),
+    Variant("optimizers as well", never, watches="optimizers"),
+    Variant("scalers as well", never, watches="scalers"),
+)
+"""What a training step pays that is not sampled, one thing after the other."""
 
 
 def attach(model: nn.Module, variant: Variant) -> Observer | None:
@@ -137,13 +158,19 @@ def attach(model: nn.Module, variant: Variant) -> Observer | None:
 
     layers = select_layers(model, leaf_modules(), fail)
     session = Discarding()
+    clock = StepClock()
+    optimizers = OptimizerWatch(clock, weakref.ref(model), on_error=fail)
+    scalers = ScalerWatch(clock, optimizers, on_error=fail)
+    watches = {"": (), "optimizers": (optimizers,), "scalers": (optimizers, scalers)}[variant.watches]
     probe = RootProbe(
         model,
         layers=layers,
         sampler=variant.sampler(),
         reducers=default_reducers(),
         session=session,
-        clock=StepClock(),
+        clock=clock,
+        scale=scalers if scalers in watches else None,
+        companions=watches,
         faults=Faults(ErrorPolicy.IGNORE, session.put_error),
         histograms=variant.histograms,
         focus=select_focus(layers, None, 8, fail),
@@ -166,6 +193,14 @@ def transformer(width: int, batch: int, length: int) -> tuple[nn.Module, torch.T
     return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.randn(batch, length, width)
 
 
+def example() -> tuple[nn.Module, torch.Tensor]:
+    """The character model of ``examples/``, with a micro-batch as they have it."""
+    sys.path.insert(0, str(EXAMPLES))
+    from ddp_language_model import VOCABULARY, CharacterModel
+
+    return CharacterModel(64), torch.randint(VOCABULARY, (8, 64))
+
+
 def forward_alone(model: nn.Module, x: torch.Tensor) -> None:
     """An evaluation step."""
     with torch.no_grad():
@@ -177,7 +212,21 @@ def forward_and_backward(model: nn.Module, x: torch.Tensor) -> None:
     model(x).square().mean().backward()
 
 
-def seconds(step: Callable[[nn.Module, torch.Tensor], None], model: nn.Module, x: torch.Tensor) -> float:
+def training_step(model: nn.Module) -> Step:
+    """Returns a training step with optimizer and loss scaler."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+
+    def whole_step(model: nn.Module, x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return whole_step
+
+
+def seconds(step: Step, model: nn.Module, x: torch.Tensor) -> float:
     """Processor seconds of one step, over as many as it takes to be seen."""
     step(model, x)
     num_steps, elapsed_s = 0, 0.0
@@ -194,23 +243,32 @@ def seconds(step: Callable[[nn.Module, torch.Tensor], None], model: nn.Module, x
     return elapsed_s / num_steps
 
 
-def ratios(
-    step: Callable[[nn.Module, torch.Tensor], None], model: nn.Module, x: torch.Tensor, rounds: int
+def measure(
+    step: Step, model: nn.Module, x: torch.Tensor, variants: Sequence[Variant], rounds: int
 ) -> dict[str, list[float]]:
-    """For each variant its ratios to the bare step of the same round."""
-    found: dict[str, list[float]] = {variant.name: [] for variant in VARIANTS[1:]}
+    """For each variant the seconds of its step in each round."""
+    found: dict[str, list[float]] = {variant.name: [] for variant in variants}
     for number in range(rounds):
         # Any order: what one variant leaves behind in caches and allocators falls on each of the others.
-        order = random.Random(number).sample(VARIANTS, len(VARIANTS))
-        times: dict[str, float] = {}
-        for variant in order:
+        for variant in random.Random(number).sample(variants, len(variants)):
             observer = attach(model, variant)
-            times[variant.name] = seconds(step, model, x)
+            found[variant.name].append(seconds(step, model, x))
             if observer is not None:
                 observer.close()
-        for name, collected in found.items():
-            collected.append(times[name] / times[VARIANTS[0].name])
     return found
+
+
+def compared(found: dict[str, list[float]]) -> str:
+    """A table of each variant beside the bare step of the same round."""
+    rows: list[list[str]] = [["variant", "x bare", "quartiles", "least", "added"]]
+    bare = found.pop(VARIANTS[0].name)
+    for name, times in found.items():
+        ratios = [one / base for one, base in zip(times, bare, strict=True)]
+        added_s = statistics.median(one - base for one, base in zip(times, bare, strict=True))
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        least = f"{min(times) / min(bare):.3f}"
+        rows.append([name, f"{middle:.3f}", f"{low:.3f} .. {high:.3f}", least, f"{added_s * 1e6:.1f} us"])
+    return f"bare step {statistics.median(bare) * 1e6:.0f} us\n{table(rows)}"
 
 
 def added_microseconds() -> list[list[str]]:
@@ -243,7 +301,8 @@ def main() -> None:
     """Prints one table for each model and step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=15, help="rounds over all variants (default 15)")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--only", choices=("unsampled", "sampled"), help="one half of the tables")
+    options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     print(f"added to a forward that is not sampled\n{table(added_microseconds())}", flush=True)
@@ -251,19 +310,22 @@ def main() -> None:
         "MLP, 200 x Linear(4, 4)": mlp(),
         "transformer, 4 layers, d 64, 2 x 16": transformer(64, 2, 16),
         "transformer, 4 layers, d 256, 8 x 64": transformer(256, 8, 64),
+        "example, 8 x 64": example(),
     }
     # What is alive by now stays so, and need not be looked through before each measurement.
     gc.collect()
     gc.freeze()
     for title, (model, x) in models.items():
-        for step in (forward_alone, forward_and_backward):
-            rows: list[list[str]] = [["variant", "x bare", "quartiles"]]
-            for name, found in ratios(step, model, x, rounds).items():
-                low, middle, high = statistics.quantiles(found, n=4)
-                rows.append([name, f"{middle:.3f}", f"{low:.3f} .. {high:.3f}"])
-            num_leaves = sum(1 for _, module in model.named_modules() if not list(module.children()))
-            what = step.__name__.replace("_", " ")
-            print(f"\n{title} ({num_leaves} leaves), {what}\n{table(rows)}", flush=True)
+        steps: list[tuple[str, Step, Sequence[Variant]]] = []
+        if options.only != "sampled":
+            steps.append(("whole step", training_step(model), UNSAMPLED))
+        if options.only != "unsampled":
+            steps.append(("forward alone", forward_alone, VARIANTS))
+            steps.append(("forward and backward", forward_and_backward, VARIANTS))
+        num_leaves = sum(1 for _, module in model.named_modules() if not list(module.children()))
+        for what, step, variants in steps:
+            found = measure(step, model, x, variants, options.rounds)
+            print(f"\n{title} ({num_leaves} leaves), {what}\n{compared(found)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,14 @@ from torch.optim import Optimizer
 
 from torchinstruments.observe.engine import graph_task, is_capturing_graph, is_in_backward
 from torchinstruments.observe.faults import Faults, Tally
-from torchinstruments.observe.observation import Delivery, Part, Recipe, absence_metrics, take_absence
+from torchinstruments.observe.observation import (
+    Delivery,
+    Part,
+    Recipe,
+    absence_metrics,
+    send_together,
+    take_absence,
+)
 from torchinstruments.observe.parameters import (
     ParameterGradients,
     take_gradient,
@@ -149,7 +156,9 @@ class ParameterTracker:
         _add(part, latest, due, reason, tally)
         scale, provenance = self._scale_left(part, optimizer, facts.position.forward_index, tally)
         with functions_off(), isolated("cpu"):
-            part.batch.seal()
+            part.batch.seal(latest.transfer)
+        if latest.transfer is not None:
+            send_together(latest.transfer, tally.fail)
         self._deliver(
             Delivery(
                 facts=facts,

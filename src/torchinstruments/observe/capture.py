@@ -432,7 +432,7 @@ class SampledForward:
         if self.num_too_deep:
             self._tally.fail(_PROBE, too_deep(self.num_too_deep))
         with functions_off(), isolated("cpu"):
-            self._part.batch.seal()
+            self._part.batch.seal(None if gradients is None else gradients.transfer)
         self._progress.collection_s += time.perf_counter() - started_s
         delivery = Delivery(
             facts=self.facts(),

@@ -5,6 +5,9 @@ operation leaves it on the right version. All hooks that fire in one traversal o
 task, and the first of them asks the engine to be called when that task is over: from there once more, since
 a callback queued by a callback runs after everything that the framework had queued itself.
 
+What the forward measured on a device goes to the host with what its backward measures there, in one copy; or
+with what the optimizer's step finds, where that is still to come. It waits for the next forward at the most.
+
 Several traversals of one graph (``retain_graph``, two losses, a gradient penalty) are told apart by their
 tasks and numbered. Hooks hold the sample's bookkeeping and never a tensor, and nothing else holds it: it goes
 with the graph when no backward ever comes. A backward that raised never says that it is over; it is given up
@@ -36,6 +39,7 @@ from torchinstruments.observe.observation import (
     SampleFacts,
     absence_metrics,
     error_reason,
+    send_together,
     take_absence,
     take_tensor,
 )
@@ -43,6 +47,7 @@ from torchinstruments.observe.session_protocol import ScaleSource
 from torchinstruments.records import GradSync, Reason, SampleState, ScaleProvenance, Signal
 from torchinstruments.statistics.batching import ScalarBatch
 from torchinstruments.statistics.isolation import functions_off, isolated, unintercepted
+from torchinstruments.statistics.transfer import Transfer
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -60,6 +65,11 @@ _PROBE = "gradient"
 
 class BackwardListener(Protocol):
     """Who measures something else in the backwards of a sample: the gradients of its parameters."""
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether an optimizer's step may bring more of the sample (autograd thread, hot path)."""
+        ...
 
     def backward_began(self, traversal: "Traversal") -> None:
         """Takes that a backward has come to the first output of the sample (autograd thread, hot path)."""
@@ -101,6 +111,7 @@ class GradientTracker:
         self.is_closed = False
         self._leaf_handles: dict[RemovableHandle, None] = {}
         self._samples: deque[weakref.ref[SampleGradients]] = deque()
+        self._transfers: deque[Transfer] = deque()
 
     def sample(
         self,
@@ -134,6 +145,7 @@ class GradientTracker:
                     ),
                 )
         self._samples.append(weakref.ref(sample))
+        self._transfers.append(sample.transfer)
         if self.is_closed:
             # By another thread, meanwhile.
             sample.close()
@@ -150,6 +162,10 @@ class GradientTracker:
             for traversal in list(self.running.values()):
                 if traversal.sample.thread == thread:
                     traversal.finish(failed=True)
+        if self._transfers and not is_capturing_graph():
+            # Of another thread's forward too, which then makes more than one copy.
+            for _ in range(len(self._transfers)):
+                send_together(self._transfers.popleft(), self._copy_failed)
 
     def close(self) -> None:
         """Lets no hook do anything any more, for good. Idempotent (any thread)."""
@@ -168,6 +184,10 @@ class GradientTracker:
         if self.is_closed:
             # By another thread, meanwhile.
             self._release_leaves()
+
+    def _copy_failed(self, probe: str, error: BaseException) -> None:
+        """Reports that numbers of a forward do not come (training thread)."""
+        self.faults.report(probe, "", error)
 
     def _release_leaves(self) -> None:
         """Removes the hooks on leaf tensors."""
@@ -233,6 +253,8 @@ class SampleGradients:
         self.targets: dict[int, _Target] = {}
         self.seen: set[int] = set()
         self.closed = False
+        self.transfer = Transfer()
+        """Takes what it measures on devices, in the forward and in backwards."""
         self.num_too_deep = 0
         """Hooks of it that the stack had no room for."""
         self._num_watched = 0
@@ -455,7 +477,11 @@ class Traversal:
         parts = list(self._parts.values())
         with functions_off(), isolated("cpu"):
             for part in parts:
-                part.batch.seal()
+                part.batch.seal(sample.transfer)
+        awaits_step = sample.listener is not None and sample.listener.awaits_step
+        # Of each sample the first backward waits alone, so that what is left on a device is bounded.
+        if failed or not awaits_step or self.backward_index > 0:
+            send_together(sample.transfer, self.tally.fail)
         self.collection_s += time.perf_counter() - started_s
         sample.finished(
             _Finished(

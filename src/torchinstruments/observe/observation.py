@@ -34,6 +34,7 @@ from torchinstruments.statistics.batching import ScalarBatch
 from torchinstruments.statistics.contract import Reducer, known_metrics, reducer_name
 from torchinstruments.statistics.histograms import HistogramReducer, absent_histogram, due_histograms
 from torchinstruments.statistics.isolation import functions_off, isolated, unintercepted
+from torchinstruments.statistics.transfer import Transfer
 
 __all__ = [
     "DEFAULT_SIGNALS",
@@ -46,6 +47,7 @@ __all__ = [
     "absence_metrics",
     "error_reason",
     "note_tensor",
+    "send_together",
     "take_absence",
     "take_tensor",
 ]
@@ -414,6 +416,16 @@ def absence_metrics(reducers: Sequence[Reducer]) -> tuple[str, ...]:
     return tuple(
         [name for reducer in reducers for name in known_metrics(reducer) or (reducer_name(reducer),)]
     )
+
+
+def send_together(transfer: Transfer, on_error: Callable[[str, BaseException], None]) -> None:
+    """Starts the copy of what a sampled step has left on its devices (training or autograd thread, hot path).
+
+    While a graph is captured, of which the copy would become part, it is left to who comes later.
+    """
+    if not is_capturing_graph():
+        with functions_off(), isolated("cpu"):
+            transfer.send(on_error)
 
 
 def error_reason(error: BaseException) -> str:

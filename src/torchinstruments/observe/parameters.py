@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -37,6 +38,9 @@ from torchinstruments.observe.observation import (
 from torchinstruments.observe.sharding import ManagedParameters
 from torchinstruments.records import GradSync, Reason, SampleState, Scope, Signal, Stage
 from torchinstruments.statistics.isolation import unintercepted
+
+if TYPE_CHECKING:
+    from torchinstruments.statistics.transfer import Transfer
 
 __all__ = [
     "ParameterGradients",
@@ -121,6 +125,8 @@ class ParameterGradients:
         self._grad_sync = grad_sync
         self._managed = managed
         self._sample: weakref.ref[SampleGradients] | None = None
+        # Of the sample; a step comes when the graph, and the sample's bookkeeping with it, may be gone.
+        self._transfer: Transfer | None = None
         self._alike: dict[int, list[int]] = {}
         self._first: dict[int, int] = {}
         self._hooks: dict[ParameterHook, weakref.ref[torch.Tensor]] = {}
@@ -140,9 +146,20 @@ class ParameterGradients:
         """The bookkeeping of the sample's backwards, as long as one may come."""
         return None if self._sample is None else self._sample()
 
+    @property
+    def transfer(self) -> "Transfer | None":
+        """Takes what is measured of the sample on devices (training thread, hot path)."""
+        return self._transfer
+
     def belongs_to(self, sample: SampleGradients) -> None:
         """Takes the bookkeeping of the sample's backwards (training thread, hot path)."""
         self._sample = weakref.ref(sample)
+        self._transfer = sample.transfer
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether an optimizer's step may bring more of the sample (autograd thread, hot path)."""
+        return bool(self.pending) and not self._is_withdrawn
 
     def expect(self, call: Call, tally: Tally) -> None:
         """Watches for the gradients of a layer's own parameters (training thread, hot path)."""

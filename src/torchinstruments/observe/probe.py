@@ -136,7 +136,9 @@ class RootProbe:
         self._sampler = sampler
         self._sampler_is_own = is_own(sampler)
         self._aligned = aligned
-        self._companions = (*companions, StepLook(self.look_again))
+        self._watch = RootWatch(model, takes_input=Signal.INPUT in signals)
+        self._look = StepLook(self.look_again, self._watch.has_slots)
+        self._companions = (*companions, self._look)
         self._selector_errors = tuple(selector_errors)
         recipe = Recipe(tuple(reducers), tuple(histograms), focus, session.wants_histograms, signals)
         self._takes_parameters = not signals.isdisjoint((Signal.PARAMETER, Signal.PARAMETER_GRADIENT))
@@ -164,7 +166,6 @@ class RootProbe:
         self._override: ForwardOverride | None = None
         self._replicated: frozenset[int] | None = replicated(model) if capture_direct_forwards else None
         self._fingerprinter = Fingerprinter(faults) if fingerprints else None
-        self._watch = RootWatch(model, takes_input=self._takes_input)
         self.num_too_deep = 0
         """Permanent hooks that the stack had no room for."""
         self.raised = 0
@@ -396,6 +397,7 @@ class RootProbe:
             # What is watched of the parts would become a condition of the compiled code.
             self._bypass.disarm()
             found = self._watch.follow(self)
+            self._look.attach()
             if self._has_told_compiled:
                 return
             self._has_told_compiled = True

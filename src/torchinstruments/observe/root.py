@@ -8,8 +8,8 @@ They tell of being traced, and from the next call on the model is seen where its
 a wrapper of this model and of nothing else. The hooks inside stay as they are: to remove them would have the
 code compiled anew, and an uncompiled call of the model is still seen by them.
 
-A model that is compiled in place once more loses its slot, and no call tells. So each step of an optimizer
-looks whether the slot is there.
+A model that is compiled in place once more loses its slot, and no call tells. So where there is a slot, each
+step of an optimizer looks whether it is there.
 """
 
 import weakref
@@ -58,19 +58,22 @@ class _RootObserver(Protocol):
 
 
 class StepLook:
-    """Has something looked at behind each step of any optimizer, for as long as an observer is attached.
+    """Has something looked at behind each step of any optimizer, once there is something to look at.
 
     Args:
         look: What looks; held weakly, for the hooks of optimizers are global. It never raises.
+        is_needed: Returns whether there is; held weakly too.
     """
 
-    def __init__(self, look: Callable[[], None]) -> None:
+    def __init__(self, look: Callable[[], None], is_needed: Callable[[], bool]) -> None:
         self._look = weakref.WeakMethod(look)
+        self._is_needed = weakref.WeakMethod(is_needed)
         self._handle: RemovableHandle | None = None
 
     def attach(self) -> None:
-        """Begins to look (training thread, at attach). Attaching twice is attaching once."""
-        if self._handle is None:
+        """Begins to look where that is needed (training or compiling thread). Idempotent."""
+        is_needed = self._is_needed()
+        if self._handle is None and is_needed is not None and is_needed():
             self._handle = register_optimizer_step_post_hook(self._step_ended)
 
     def detach(self) -> None:
@@ -108,6 +111,10 @@ class RootWatch:
         """The outermost module that is watched: the attached model, or a wrapper that it was followed to."""
         outer = self._outer()
         return self._model() if outer is None else outer
+
+    def has_slots(self) -> bool:
+        """Returns whether there is a slot that could be displaced (any thread)."""
+        return bool(self._slots)
 
     def attach(self, module: nn.Module, observer: _RootObserver) -> None:
         """Has the calls of a module seen (training thread, at attach, or compiling thread).

@@ -8,6 +8,7 @@ and `FullyShardedDataParallel` decide in the *backward*, whatever their flags sa
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import TypeIs
 
 from torchinstruments.ranks.comm_hooks import leaves_the_mean
 from torchinstruments.records import GradSync
@@ -37,12 +38,17 @@ def read_grad_sync(root_module: torch.nn.Module, grad_enabled: bool, world_size:
 
 
 def _ddp_of(root_module: torch.nn.Module) -> DistributedDataParallel | None:
-    inner = root_module
-    # torch.compile(DDP(model)) keeps the wrapper one attribute below.
-    if not isinstance(inner, DistributedDataParallel):
-        inner = getattr(root_module, "_orig_mod", root_module)
-    if isinstance(inner, DistributedDataParallel):
+    if _is_ddp(root_module):
+        return root_module
+    # torch.compile(DDP(model)) keeps the wrapper as its part.
+    inner = root_module._modules.get("_orig_mod")  # noqa: SLF001 - getattr takes a microsecond to find nothing
+    if _is_ddp(inner):
         return inner
     # Set during the wrapper's forward alone, so it is the wrapper of the model inside.
     active = DistributedDataParallel._get_active_ddp_module()  # noqa: SLF001
-    return active if isinstance(active, DistributedDataParallel) else None
+    return active if _is_ddp(active) else None
+
+
+def _is_ddp(module: object) -> TypeIs[DistributedDataParallel]:
+    # It is an abstract base class to Python, of which isinstance asks slowly.
+    return DistributedDataParallel in type(module).__mro__

@@ -3,7 +3,8 @@
 Each tensor is reduced, or copied, when it is added, for later operations may change it in place. One look at
 it serves every reducer that follows from facts, and its histograms. Small CPU tensors are copied and looked
 at together (`SmallTensors`), at the latest by `ScalarBatch.seal`. What is on a device stays there; `seal`
-sends everything of one device in one asynchronous copy, and reading waits for it, on the writer thread.
+has everything of one device sent in one asynchronous copy, with other batches of the sampled step where there
+are such, and reading waits for it, on the writer thread.
 
 Reducers are isolated from each other: one that raises, or returns what is no scalar, costs its own values and
 says so in their place. One that is not this package's own gets a copy of the tensor to itself.
@@ -11,6 +12,7 @@ says so in their place. One that is not this package's own gets a copy of the te
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -40,7 +42,7 @@ from torchinstruments.statistics.histograms import (
 from torchinstruments.statistics.host import measure_on_host
 from torchinstruments.statistics.measuring import MAX_SCRATCH_BYTES, FactsReducer
 from torchinstruments.statistics.packing import SmallTensors
-from torchinstruments.statistics.transfer import DeviceNumbers
+from torchinstruments.statistics.transfer import DeviceNumbers, Transfer
 
 __all__ = ["MeasuredScalars", "ScalarBatch"]
 
@@ -160,12 +162,17 @@ class ScalarBatch:
         self._num_scalars += 1
         return len(self._scalars) - 1
 
-    def seal(self) -> None:
+    def seal(self, transfer: Transfer | None = None) -> None:
         """Measures small tensors and starts one copy to the host for each device (training thread, hot path).
 
         Nothing is added afterwards. Call it inside `isolated`. It never raises.
+
+        Args:
+            transfer: Starts the copies in its place, with those of other batches.
         """
-        for finish in (self._small.measure, *(numbers.send for numbers in self._devices.values())):
+        devices = self._devices.values()
+        sends = [one.send if transfer is None else partial(one.leave, transfer) for one in devices]
+        for finish in (self._small.measure, *sends):
             try:
                 finish()
             except Exception as error:  # noqa: BLE001 - out of memory, or a device that failed before

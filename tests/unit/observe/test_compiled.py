@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
+from torch.optim import optimizer as optimizer_module
 from typing_extensions import override
 
 from torchinstruments.observe.compiled import NOTHING_COMPILED, compiled_parts
@@ -255,6 +256,17 @@ def test_an_in_place_model_gets_its_slot_back(session: MemorySession) -> None:
     assert vars(model)["_compiled_call_impl"] is not before
     observer.close()
     assert vars(model)["_compiled_call_impl"] is before
+
+
+def test_optimizer_steps_are_looked_at_only_where_a_slot_may_be_displaced(session: MemorySession) -> None:
+    """The hook is the whole process's, and each step pays for it; it goes with the observer."""
+    hooks = optimizer_module._global_optimizer_post_hooks
+    before = len(hooks)
+    for model, more in ((Net(), 0), (compile_as("in_place", Net(), counting()), 1)):
+        observer = observe(model, session)
+        assert len(hooks) == before + more
+        observer.close()
+        assert len(hooks) == before
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
