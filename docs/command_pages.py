@@ -35,10 +35,10 @@ def _section(sub: argparse.ArgumentParser) -> str:
         for action in sub._actions  # noqa: SLF001 - the same
         if action.help != argparse.SUPPRESS and action.dest != "help"
     )
-    sub.formatter_class = partial(argparse.HelpFormatter, width=100)
+    sub.formatter_class = partial(argparse.RawDescriptionHelpFormatter, width=100)
     epilog = f"\n```text\n{sub.epilog.strip()}\n```\n" if sub.epilog else ""
     return (
-        f"## {sub.prog}\n\n{_escaped(sub.description or '')}\n\n"
+        f"## {sub.prog}\n\n{_escaped(' '.join((sub.description or '').split()))}\n\n"
         f"```text\n{sub.format_usage().strip()}\n```\n\n"
         f"| argument | meaning |\n|---|---|\n{rows}\n{epilog}"
     )

@@ -274,6 +274,8 @@ def test_every_public_name_is_described() -> None:
     rooms = {name for name in public if inspect.ismodule(getattr(torchinstruments, name))}
     entries = re.findall(r"^\.\. auto(?:function|class|exception):: (\w+)$", text, re.MULTILINE)
     assert sorted(entries) == sorted(public - rooms)
+    pictures = re.findall(r"^\.\. autofunction:: (\w+)$", modules, re.MULTILINE)
+    assert sorted(pictures) == sorted(torchinstruments.report.__all__)  # its names hide from automodule
     assert set(re.findall(r"^## `torchinstruments\.(\w+)`$", modules, re.MULTILINE)) == rooms
 
 
