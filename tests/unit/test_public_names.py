@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
 import torchinstruments
+from torchinstruments import checks, report
 
 
 def test_every_promised_name_is_there() -> None:
@@ -15,9 +17,10 @@ def test_every_promised_name_is_there() -> None:
         assert getattr(torchinstruments, name) is not None
 
 
-def test_dir_lists_what_is_promised() -> None:
+@pytest.mark.parametrize("module", [torchinstruments, checks, report], ids=lambda one: one.__name__)
+def test_dir_lists_what_is_promised(module: ModuleType) -> None:
     """dir() shows names before they are loaded."""
-    assert dir(torchinstruments) == sorted(torchinstruments.__all__)
+    assert dir(module) == sorted(module.__all__)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

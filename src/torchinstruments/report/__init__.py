@@ -45,3 +45,8 @@ def __getattr__(name: str) -> object:
     value: object = getattr(importlib.import_module(f"torchinstruments.report.{home}"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    """Lists the public names, loaded or not."""
+    return sorted(__all__)
