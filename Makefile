@@ -39,7 +39,7 @@ soak: $(STAMP) ## ten minutes of training against a store that keeps failing; ev
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/benchmarks/soak.py
 
 test-system: $(STAMP) ## the tests that need root or a browser: a small disk that is really full, a report in Chromium
-	command -v chromium chromedriver >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium chromium-driver fonts-dejavu-core; }
+	@if ! command -v chromium >/dev/null || ! command -v chromedriver >/dev/null; then apt-get update && apt-get install -y --no-install-recommends chromium chromium-driver fonts-dejavu-core; fi
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m system
 
 check: $(STAMP) ## format, lint, types, import contracts

@@ -49,11 +49,10 @@ def forward_label(row: Mapping[str, object], *, names_generation: bool) -> str:
 
 
 def stretch_labels(stretches: Iterable[Sequence[int]]) -> list[str]:
-    """Returns the label of each stretch, given as generation, first and last number."""
+    """Returns the label of each stretch, of generation, first and last number; ``g1:`` is generation 1."""
     held = list(stretches)
     is_one = len({one[0] for one in held}) < 2
     return [
-        ("" if is_one else f"generation {generation}: ")
-        + (f"{first}" if first == last else f"{first}-{last}")
+        ("" if is_one else f"g{generation}: ") + (f"{first}" if first == last else f"{first}-{last}")
         for generation, first, last in held
     ]

@@ -151,7 +151,7 @@ def _rendered(
     from markupsafe import Markup
 
     widest, of_widest = _widest(result)
-    ranks = [as_integer(one) for one in as_list(as_record(result["run"])["merged_ranks"])]
+    ranks = _integers(as_record(result["run"])["merged_ranks"])
     packed: dict[str, object] | None = None
     numbers = b""
     if overview is not None and overview.height:
@@ -192,7 +192,9 @@ def _figures(
         else:
             notes["skipped"] = "No rank has a row of steps that was skipped."
         if timeline["samples_of_any_rank"].sum():
-            figures["coverage"] = _plain(coverage_map(timeline))
+            figures["coverage"] = _plain(
+                coverage_map(timeline, _integers(as_record(result["coverage"])["expected_ranks"]))
+            )
         else:
             notes["coverage"] = "No rank has a measured forward."
     own_work = as_record(result["own_work"])
@@ -205,6 +207,10 @@ def _figures(
     else:
         notes["own_work"] = "There are no times of several ranks to hold beside each other."
     return figures
+
+
+def _integers(value: object) -> list[int]:
+    return [as_integer(one) for one in as_list(value)]
 
 
 def _plain(figure: "go.Figure") -> object:
@@ -257,8 +263,8 @@ def _run_facts(merged: "MergeResult", run: Record) -> list[tuple[str, str]]:
 
 
 def _generation_line(one: Record) -> tuple[str, str]:
-    present = ranks_text(as_integer(rank) for rank in as_list(one["present_ranks"]))
-    missing = ranks_text(as_integer(rank) for rank in as_list(one["missing_ranks"]))
+    present = ranks_text(_integers(one["present_ranks"]))
+    missing = ranks_text(_integers(one["missing_ranks"]))
     size = count_text(as_integer(one["world_size"]), "rank")
     text = f"{one['generation']} of {size}, present: {present or 'none'}"
     return "generation", f"{text}, missing: {missing}" if missing else text

@@ -1,5 +1,6 @@
 """Pictures of the run from rank to rank: loss scale, skipped steps, and which ranks measured when."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,7 @@ MAX_LINES = 16
 """Lines of ranks in one picture; ranks that hold the same all along share one."""
 
 _AXES = {"attempt": "attempt", "forward_index": "forward of the process"}
+_MAX_TICKS = 12
 _STRETCH = ("generation", "first", "last")
 
 
@@ -46,7 +48,7 @@ def loss_scale_lines(timeline: "pl.DataFrame") -> "go.Figure":
         figure.add_scatter(x=labels, y=values, mode="lines+markers", name=name, line={"shape": "hv"})
     left_out = len(by_line) - MAX_LINES
     title = "loss scale" if left_out <= 0 else f"loss scale, {left_out} further lines of ranks left out"
-    figure.update_xaxes(title="attempt", type="category")
+    figure.update_xaxes(title=_axis_title(own, "attempt"), type="category", nticks=_MAX_TICKS)
     figure.update_yaxes(title="loss scale", type="log", dtick=_log_ticks(scales), tickformat=",.6~g")
     return figure.update_layout(title=title, showlegend=True)
 
@@ -60,19 +62,22 @@ def skipped_steps_map(timeline: "pl.DataFrame") -> "go.Figure":
     Raises:
         ConfigurationError: Plotly is not installed.
     """
-    labels, ranks, skipped = _matrix(timeline.filter(counted_in="attempt"), "skipped", 0.0)
+    own = timeline.filter(counted_in="attempt")
+    labels, ranks, skipped = _matrix(own, "skipped", 0.0)
     limit = max(1.0, float(skipped.max(initial=0.0)))
     figure = _map(labels, ranks, skipped, "steps skipped", (0.0, limit), "Oranges")
     if limit <= MAX_LINES:
         figure.update_traces(colorbar_dtick=1)
+    figure.update_xaxes(title=_axis_title(own, "attempt"))
     return figure.update_layout(title="skipped optimizer steps")
 
 
-def coverage_map(timeline: "pl.DataFrame") -> "go.Figure":
+def coverage_map(timeline: "pl.DataFrame", expected_ranks: Sequence[int] = ()) -> "go.Figure":
     """Returns which share of the forwards that any rank measured each rank measured, stretch by stretch.
 
     Args:
         timeline: ``merged.timeline()``.
+        expected_ranks: Ranks that have a row, too: ``merged.coverage.expected_ranks``.
 
     Raises:
         ConfigurationError: Plotly is not installed.
@@ -83,11 +88,15 @@ def coverage_map(timeline: "pl.DataFrame") -> "go.Figure":
     own = timeline.filter(counted_in=axis)
     labels, ranks, samples = _matrix(own, "samples", 0.0)
     _, _, of_any = _matrix(own, "samples_of_any_rank", 0.0)
+    absent = [rank for rank in expected_ranks if rank not in ranks]
+    order = np.argsort([*ranks, *absent])
+    samples = np.concatenate([samples, np.zeros((len(absent), len(labels)))])[order]
+    ranks = sorted([*ranks, *absent])
     expected = of_any.max(axis=0, initial=0.0)
     measured = np.flatnonzero(expected > 0)
     share = samples[:, measured] / expected[measured]
     figure = _map([labels[one] for one in measured], ranks, share, "share measured", (0.0, 1.0), "Blues")
-    figure.update_xaxes(title=_AXES[axis])
+    figure.update_xaxes(title=_axis_title(own, _AXES[axis]))
     return figure.update_layout(title="share of the measured forwards that each rank has")
 
 
@@ -126,10 +135,14 @@ def _map(
             hovertemplate=f"rank %{{y}}<br>%{{x}}<br>%{{z}} {name}<extra></extra>",
         )
     )
-    figure.update_xaxes(title="attempt", type="category")
+    figure.update_xaxes(type="category", nticks=_MAX_TICKS)
     return figure.update_yaxes(
         title="rank", autorange="reversed", dtick=1 if len(ranks) <= MAX_LINES else None
     )
+
+
+def _axis_title(own: "pl.DataFrame", what: str) -> str:
+    return what if own["generation"].n_unique() < 2 else f"{what}; g is the generation"
 
 
 def _log_ticks(scales: npt.NDArray[np.float64]) -> float | None:

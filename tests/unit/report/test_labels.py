@@ -58,7 +58,7 @@ def test_signals_and_forwards_say_what_is_not_usual() -> None:
 def test_stretches_name_the_generation_where_there_are_several() -> None:
     """A stretch of one attempt is its number."""
     assert stretch_labels([(0, 0, 0), (0, 4, 7)]) == ["0", "4-7"]
-    assert stretch_labels([(0, 0, 3), (1, 0, 3)]) == ["generation 0: 0-3", "generation 1: 0-3"]
+    assert stretch_labels([(0, 0, 3), (1, 0, 3)]) == ["g0: 0-3", "g1: 0-3"]
 
 
 def test_a_label_is_one_line_without_markup() -> None:

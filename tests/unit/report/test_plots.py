@@ -125,9 +125,9 @@ def test_skips_and_coverage_are_those_of_each_rank(merged: "MergeResult") -> Non
     expected = np.zeros((3, STEPS))
     expected[2, 5::6] = 1
     np.testing.assert_array_equal(numbers(skips["z"]), expected)
-    (share,) = traces(coverage_map(merged.timeline()))
-    expected = np.ones((3, STEPS))
-    expected[2, 12:] = 0
+    (share,) = traces(coverage_map(merged.timeline(), [0, 1, 2, 3]))
+    expected = np.ones((4, STEPS))
+    expected[2, 12:] = expected[3] = 0
     np.testing.assert_array_equal(numbers(share["z"]), expected)
 
 

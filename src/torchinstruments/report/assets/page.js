@@ -89,6 +89,10 @@ function figures(all) {
   }
 }
 
+function shortLabel({ generation, attempt, forward }) {
+  return "g" + generation + ": " + (attempt === null ? "forward " + forward : attempt + (forward ? "." + forward : ""));
+}
+
 class Overview {
   constructor(names, columns, ranks) {
     Object.assign(this, { names, columns, ranks });
@@ -288,8 +292,8 @@ function interactive(overview) {
     const unit = rows.length && forwards[columns.forward[rows[0]]].attempt === null ? "forward of the process" : "attempt";
     const layout = layoutWith({
       height: 420, hovermode: "closest", legend: { orientation: "h", y: 1.02, yanchor: "bottom" },
-      xaxis: isNumeric ? { title: { text: unit } } : { title: { text: "pictured forwards, in order" }, tickmode: "array",
-        tickvals: ticks.map((place) => x[place]), ticktext: ticks.map((place) => labels[place]) },
+      xaxis: isNumeric ? { title: { text: unit } } : { title: { text: "attempt of the pictured forwards, in order; g is the generation" }, tickmode: "array",
+        tickvals: ticks.map((place) => x[place]), ticktext: ticks.map((place) => shortLabel(forwards[columns.forward[rows[place]]])) },
       yaxis: { title: { text: names.metrics[state.metric] }, type: state.log ? "log" : "linear", exponentformat: "e" },
     });
     Plotly.react("series", traces, layout, options);
@@ -305,7 +309,10 @@ function interactive(overview) {
       (isNumeric && perAttempt > 1 ? "Forwards of one attempt stand between it and the next." : "");
   }
 
-  function draw() { offer(); heat(); series(); }
+  const isAlone = mostRanks < 2 && overview.ranks.length < 2;
+  byId("distance").hidden = isAlone;
+  byId("alone").hidden = !isAlone;
+  function draw() { offer(); if (!isAlone) heat(); series(); }
 
   const chosen = {
     choice: (value) => { state.choice = Number(value); },
@@ -325,7 +332,7 @@ function interactive(overview) {
   const usual = names.metrics.indexOf("std");
   state.metric = usual >= 0 ? usual : 0;
   draw();
-  byId("heat").on("plotly_click", (event) => {
+  if (!isAlone) byId("heat").on("plotly_click", (event) => {
     const [place, group] = event.points[0].pointIndex;
     const { column, rank } = heat.chosen(place, group);
     state.column = column;
