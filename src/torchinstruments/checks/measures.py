@@ -13,14 +13,20 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch.nn.parameter import is_lazy
 
-from torchinstruments.records import Reason, Scope
+from torchinstruments.records import Absent, Reason, Scope
+from torchinstruments.statistics.admission import COMPLEX, admit
 
-__all__ = ["local_numel", "local_part", "measurable", "norms", "scope_of", "sort_out"]
+__all__ = ["is_freed", "local_numel", "local_part", "measurable", "norms", "scope_of", "sort_out"]
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _REAL = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 _PIECE = 1 << 18
 """Elements of which float32 adds up the squares: a relative error of about 1e-6 at most."""
+
+_SMALL = 1 << 14
+_FEW = 4
+_SCRATCH = 1 << 16
+"""So many tensors of one shape, and no larger ones, are measured together, in copies of so many elements."""
 
 _RANGE_OF_FLOAT64 = (1e-150, 1e150)
 _RANGE_OF_FLOAT32 = (1e-16, 1e18)
@@ -45,6 +51,7 @@ def sort_out(tensors: Mapping[int, torch.Tensor]) -> tuple[dict[int, torch.Tenso
             and tensor.dtype in real
             and tensor.numel()
             and not tensor.is_meta
+            and not tensor.is_nested
         ):
             ready[index] = tensor
             continue
@@ -68,11 +75,14 @@ def measurable(tensor: torch.Tensor) -> torch.Tensor | str:
         Real, strided, with at least one element; or a `Reason` code.
     """
     if type(tensor) not in _PLAIN:
-        if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
-            return Reason.PARTIAL_PLACEMENT.value
         if is_lazy(tensor):
             return Reason.UNINITIALISED.value
-        tensor = local_part(tensor)
+        admitted = admit(tensor, COMPLEX)
+        if isinstance(admitted, Absent):
+            return admitted.reason
+        tensor = admitted[0]
+    if tensor.is_nested:
+        return Reason.UNSUPPORTED_LAYOUT.with_detail("nested")
     if tensor.layout is not torch.strided:
         if tensor.layout is not torch.sparse_coo:
             return Reason.UNSUPPORTED_LAYOUT.with_detail(str(tensor.layout))
@@ -99,6 +109,16 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def local_numel(tensor: torch.Tensor) -> int:
     """Returns how many elements this rank has of a tensor; 0 for one that waits for its shape (hot path)."""
     return 0 if is_lazy(tensor) else local_part(tensor).numel()
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor's memory was given back, so that reading it would end the process (hot path).
+
+    Sharding does that to gathered parameters.
+    """
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0 and not tensor.is_meta
 
 
 def scope_of(tensor: torch.Tensor) -> Scope:
@@ -166,7 +186,38 @@ def _norms_on_host(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Ten
 
 
 def _added_up(tensors: list[torch.Tensor], in_dtype: torch.dtype | None) -> torch.Tensor:
-    """Returns norms whose squares are added up in a dtype, those of large tensors piece by piece."""
+    """Returns norms whose squares are added up in a dtype: of small tensors many at a time."""
+    alike: dict[torch.Size, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        alike.setdefault(tensor.shape, []).append(position)
+    order: list[int] = []
+    parts: list[torch.Tensor] = []
+    apart: list[int] = []
+    for shape, positions in alike.items():
+        num_entries = shape.numel()
+        if num_entries > _SMALL or len(positions) < _FEW:
+            apart += positions
+            continue
+        # A copy of a small tensor takes less time than an operation of its own.
+        num_together = max(1, _SCRATCH // num_entries)
+        for start in range(0, len(positions), num_together):
+            chosen = positions[start : start + num_together]
+            together = torch.stack([tensors[position] for position in chosen]).view(len(chosen), -1)
+            parts.append(torch.linalg.vector_norm(together, dim=1, dtype=in_dtype).double())
+        order += positions
+    if apart:
+        parts.append(_added_up_apart([tensors[position] for position in apart], in_dtype))
+    found = parts[0] if len(parts) == 1 else torch.cat(parts)
+    order += apart
+    if len(alike) == 1:
+        return found
+    in_order = torch.empty_like(found)
+    in_order[torch.tensor(order)] = found
+    return in_order
+
+
+def _added_up_apart(tensors: list[torch.Tensor], in_dtype: torch.dtype | None) -> torch.Tensor:
+    """Returns the same, of one tensor at a time, and of large ones piece by piece."""
     if max([tensor.numel() for tensor in tensors]) <= _PIECE:
         return torch.stack(torch._foreach_norm(tensors, 2, dtype=in_dtype)).double()  # noqa: SLF001 - as above
     pieces: list[torch.Tensor] = []
