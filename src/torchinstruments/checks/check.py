@@ -82,8 +82,13 @@ class Check:
     def attempt_closed(self, record: AttemptRecord) -> None:
         """Takes the record of an attempt, complete (training thread)."""
 
-    def finish(self) -> None:
-        """Says what was asked for and never came (training thread, at each report)."""
+    def finish(self, unavailable: Callable[[str, str, tuple[str, ...]], None], *, is_final: bool) -> None:
+        """Says what was asked for and never came (training thread, at each report).
+
+        Args:
+            unavailable: Takes check, reason and names, for this report alone.
+            is_final: Whether nothing more will come, so that what is open is to be judged as it is.
+        """
 
     def detached(self) -> None:
         """Drops what it holds of the model (training thread, at detach)."""
@@ -167,7 +172,7 @@ class BackwardLook:
     Attributes:
         moment: Where training stands.
         fired: Positions of the parameters whose gradients came, each once.
-        gradients: What stands in them now, by position.
+        gradients: What stands in them now, by position; none any more when the judges are called.
         reading: Takes numbers.
         stage: Before clipping, scaled or not.
         scale_provenance: How the loss scale is known.
@@ -186,6 +191,12 @@ class BackwardLook:
     early: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """Norms that were taken when their gradients came, by position: those of `gradients` stand for others."""
     _norms: Measured | None = None
+
+    def release(self) -> None:
+        """Drops the gradients, of which only numbers are judged later (hot path)."""
+        self.gradients = {}
+        if self._norms is not None:
+            self._norms.tensors = ()
 
     def scale(self) -> float | None:
         """Returns the loss scale, once the numbers were fetched; None where none is known."""
@@ -230,10 +241,21 @@ class StepLook:
     wanted: set[int] = field(default_factory=set)
     snapshots: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """Parameters before the write, by position: those that a check had put into `wanted`."""
+    not_copied: Mapping[int, str] = field(default_factory=dict)
+    """Why some of these could not be copied."""
+    _trainable: list[int] | None = None
     _gradients: dict[int, torch.Tensor] | None = None
     _norms: Measured | None = None
     _befores: Measured | None = None
     _changes: Measured | None = None
+
+    @property
+    def trainable(self) -> list[int]:
+        """Positions of the parameters that it steps and that need a gradient (hot path)."""
+        if self._trainable is None:
+            entries = self.inventory.entries
+            self._trainable = [index for index in self.positions if entries[index].tensor.requires_grad]
+        return self._trainable
 
     @property
     def gradients(self) -> Mapping[int, torch.Tensor]:
