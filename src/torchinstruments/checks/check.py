@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
+from torchinstruments.checks.copies import Copies
 from torchinstruments.checks.findings import Finding, GradientStage, Moment
 from torchinstruments.checks.inventory import Inventory
 from torchinstruments.checks.measures import norms, sort_out
@@ -239,10 +240,8 @@ class StepLook:
     found_inf: Column | None = None
     evaluation: int = 0
     wanted: set[int] = field(default_factory=set)
-    snapshots: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    """Parameters before the write, by position: those that a check had put into `wanted`."""
-    not_copied: Mapping[int, str] = field(default_factory=dict)
-    """Why some of these could not be copied."""
+    copies: Copies | None = None
+    """Parameters before the write: those that a check had put into `wanted`."""
     _trainable: list[int] | None = None
     _gradients: dict[int, torch.Tensor] | None = None
     _norms: Measured | None = None
@@ -279,10 +278,17 @@ class StepLook:
             self._norms = Measured.of(self.gradients, self.reading)
         return self._norms
 
+    @property
+    def copied(self) -> tuple[int, ...]:
+        """Positions of the parameters that were copied before the write (hot path)."""
+        return () if self.copies is None else self.copies.indices
+
     def befores(self) -> Measured:
         """Queues the norms of the copied parameters before the write, before any `changes` (hot path)."""
         if self._befores is None:
-            self._befores = Measured.of(self.snapshots, self.reading)
+            copies = self.copies
+            found = [] if copies is None else copies.before()
+            self._befores = Measured(self.copied, (), self.reading.add(found), {})
         return self._befores
 
     def changes(self) -> Measured:
@@ -292,12 +298,9 @@ class StepLook:
         """
         if self._changes is None:
             self.befores()
-            entries = self.inventory.entries
-            now, _ = sort_out({index: entries[index].tensor for index in self.snapshots})
-            held = {index: self.snapshots[index] for index in now}
-            if held:
-                torch._foreach_sub_(list(held.values()), list(now.values()))
-            self._changes = Measured.of(held, self.reading)
+            copies = self.copies
+            found = [] if copies is None else copies.change(self.tensors(self.copied))
+            self._changes = Measured(self.copied, (), self.reading.add(found), {})
         return self._changes
 
     def group(self, index: int) -> Mapping[str, Any]:

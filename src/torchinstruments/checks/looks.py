@@ -8,9 +8,10 @@ from torch.optim import Optimizer
 from torchinstruments.checks.accumulation import AccumulationSite
 from torchinstruments.checks.attempts import Attempts
 from torchinstruments.checks.check import BackwardLook, StepLook
+from torchinstruments.checks.copies import Copies
 from torchinstruments.checks.findings import GradientStage, Moment
 from torchinstruments.checks.inventory import Inventory
-from torchinstruments.checks.measures import scope_of, sort_out
+from torchinstruments.checks.measures import scope_of
 from torchinstruments.checks.reading import Reading
 from torchinstruments.records import GradSync, ScaleProvenance, Scope
 
@@ -46,8 +47,8 @@ class LookMaker:
         self._reading = reading
         self._reduced_by_ddp = reduced_by_ddp
         self._owned: dict[int, tuple[tuple[int, ...], dict[int, int]]] = {}
-        self._buffers: dict[int, torch.Tensor] = {}
-        self._copied: tuple[Mapping[int, torch.Tensor], Mapping[int, str]] = {}, {}
+        self._copies = Copies()
+        self._has_copied = False
 
     def of_backward(self, fired: tuple[int, ...], early: Mapping[int, torch.Tensor]) -> BackwardLook:
         """Returns what a backward that ends has added to (autograd thread, hot path).
@@ -124,37 +125,22 @@ class LookMaker:
         Where a closure is evaluated again, the optimizer may have moved them: what stood before the first
         evaluation is what the step began with.
         """
-        if look.evaluation == 0:
-            self._copied = self._copy([index for index in look.positions if index in look.wanted])
-        look.snapshots, look.not_copied = self._copied
+        if look.evaluation == 0 and look.wanted:
+            entries = self._inventory.entries
+            wanted = [index for index in look.positions if index in look.wanted]
+            self._copies.take({index: entries[index].tensor for index in wanted})
+            self._has_copied = True
+        look.copies = self._copies if self._has_copied else None
 
     def step_began(self) -> None:
         """Takes that a step begins, of which nothing is copied yet (training thread, hot path)."""
-        self._copied = {}, {}
+        self._has_copied = False
 
     def forget(self) -> None:
         """Drops copies (training thread, at detach)."""
-        self._copied = {}, {}
-        self._buffers.clear()
+        self._has_copied = False
+        self._copies.clear()
         self._owned.clear()
-
-    def _copy(self, wanted: list[int]) -> tuple[Mapping[int, torch.Tensor], Mapping[int, str]]:
-        """Returns copies, and why there are none of others."""
-        entries, buffers = self._inventory.entries, self._buffers
-        sources, reasons = sort_out({index: entries[index].tensor for index in wanted})
-        for index, source in sources.items():
-            held = buffers.get(index)
-            if (
-                held is None
-                or held.dtype is not source.dtype
-                or held.shape != source.shape
-                or held.device != source.device
-            ):
-                buffers[index] = torch.empty_like(source)
-        copies = {index: buffers[index] for index in sources}
-        if sources:
-            torch._foreach_copy_(list(copies.values()), list(sources.values()))
-        return copies, reasons
 
     def _grad_sync(self, gradients: Mapping[int, torch.Tensor]) -> GradSync:
         """Returns whether ranks have reduced the gradients of a backward that ends."""

@@ -16,16 +16,28 @@ from torch.nn.parameter import is_lazy
 from torchinstruments.records import Absent, Reason, Scope
 from torchinstruments.statistics.admission import COMPLEX, admit
 
-__all__ = ["is_freed", "local_numel", "local_part", "measurable", "norms", "scope_of", "sort_out"]
+__all__ = [
+    "FEW_ALIKE",
+    "SCRATCH_ENTRIES",
+    "SMALL_ENTRIES",
+    "is_freed",
+    "local_numel",
+    "local_part",
+    "measurable",
+    "norms",
+    "norms_of_rows",
+    "scope_of",
+    "sort_out",
+]
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _REAL = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 _PIECE = 1 << 18
 """Elements of which float32 adds up the squares: a relative error of about 1e-6 at most."""
 
-_SMALL = 1 << 14
-_FEW = 4
-_SCRATCH = 1 << 16
+SMALL_ENTRIES = 1 << 14
+FEW_ALIKE = 4
+SCRATCH_ENTRIES = 1 << 17
 """So many tensors of one shape, and no larger ones, are measured together, in copies of so many elements."""
 
 _RANGE_OF_FLOAT64 = (1e-150, 1e150)
@@ -154,7 +166,7 @@ def norms(tensors: Sequence[torch.Tensor]) -> list[tuple[Sequence[int], torch.Te
 def _norms(tensors: list[torch.Tensor], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Returns the norms of tensors of one device and dtype."""
     if device.type == "cpu":
-        return _norms_on_host(tensors, dtype)
+        return _norms_on_host(tensors)
     if dtype is not torch.float64 and device.type not in _WITHOUT_FLOAT64:
         return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64))  # noqa: SLF001 - as torch's own clipping
     # Squares may leave the range here: the largest magnitude tells zero and nonfinite apart all the same.
@@ -165,15 +177,55 @@ def _norms(tensors: list[torch.Tensor], device: torch.device, dtype: torch.dtype
     return torch.where((squared > 0) & torch.isfinite(squared), squared, largest)
 
 
-def _norms_on_host(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Returns the same where the tensors lie in the host's memory, and looking at one waits for nothing."""
+def norms_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Returns the L2 norms of the rows of a tensor in the host's memory, in float64 (hot path).
+
+    Args:
+        rows: As `measurable` returns them, together.
+    """
+    flat, dtype = rows.view(len(rows), -1), rows.dtype
+    found = torch.linalg.vector_norm(flat, dim=1, dtype=_of_squares(dtype)).double()
+    if _is_in_range(found, dtype).all():
+        return found
     if dtype is torch.float64:
-        low, high, in_dtype = *_RANGE_OF_FLOAT64, None
-    else:
-        low, high = _RANGE_OF_FLOAT32
-        in_dtype = None if dtype is torch.float32 else torch.float32
-    found = _added_up(tensors, in_dtype)
-    in_range = (found >= low) & (found <= high)
+        return torch.tensor([_exact(row) for row in flat], dtype=torch.float64)
+    return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
+
+
+def _norms_on_host(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the same of tensors of one dtype, where a look waits for nothing: small ones together."""
+    alike: dict[torch.Size, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        alike.setdefault(tensor.shape, []).append(position)
+    order: list[int] = []
+    parts: list[torch.Tensor] = []
+    apart: list[int] = []
+    for shape, positions in alike.items():
+        num_entries = shape.numel()
+        if num_entries > SMALL_ENTRIES or len(positions) < FEW_ALIKE:
+            apart += positions
+            continue
+        # A copy of a small tensor takes less time than an operation of its own.
+        num_together = max(1, SCRATCH_ENTRIES // num_entries)
+        for start in range(0, len(positions), num_together):
+            together = [tensors[position] for position in positions[start : start + num_together]]
+            parts.append(norms_of_rows(torch.stack(together)))
+        order += positions
+    if apart:
+        parts.append(_norms_apart([tensors[position] for position in apart]))
+    found = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(alike) == 1:
+        return found
+    in_order = torch.empty_like(found)
+    in_order[torch.tensor(order + apart)] = found
+    return in_order
+
+
+def _norms_apart(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the same, of one tensor at a time."""
+    dtype = tensors[0].dtype
+    found = _added_up(tensors, _of_squares(dtype))
+    in_range = _is_in_range(found, dtype)
     if in_range.all():
         return found
     doubtful: list[int] = torch.logical_not(in_range).nonzero().view(-1).tolist()
@@ -185,39 +237,19 @@ def _norms_on_host(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Ten
     return found
 
 
+def _of_squares(dtype: torch.dtype) -> torch.dtype | None:
+    """Returns the dtype that squares are added up in; None for that of the tensor."""
+    return None if dtype in {torch.float64, torch.float32} else torch.float32
+
+
+def _is_in_range(found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns of which norms no square has left the range of what they were added up in."""
+    low, high = _RANGE_OF_FLOAT64 if dtype is torch.float64 else _RANGE_OF_FLOAT32
+    return (found >= low) & (found <= high)
+
+
 def _added_up(tensors: list[torch.Tensor], in_dtype: torch.dtype | None) -> torch.Tensor:
-    """Returns norms whose squares are added up in a dtype: of small tensors many at a time."""
-    alike: dict[torch.Size, list[int]] = {}
-    for position, tensor in enumerate(tensors):
-        alike.setdefault(tensor.shape, []).append(position)
-    order: list[int] = []
-    parts: list[torch.Tensor] = []
-    apart: list[int] = []
-    for shape, positions in alike.items():
-        num_entries = shape.numel()
-        if num_entries > _SMALL or len(positions) < _FEW:
-            apart += positions
-            continue
-        # A copy of a small tensor takes less time than an operation of its own.
-        num_together = max(1, _SCRATCH // num_entries)
-        for start in range(0, len(positions), num_together):
-            chosen = positions[start : start + num_together]
-            together = torch.stack([tensors[position] for position in chosen]).view(len(chosen), -1)
-            parts.append(torch.linalg.vector_norm(together, dim=1, dtype=in_dtype).double())
-        order += positions
-    if apart:
-        parts.append(_added_up_apart([tensors[position] for position in apart], in_dtype))
-    found = parts[0] if len(parts) == 1 else torch.cat(parts)
-    order += apart
-    if len(alike) == 1:
-        return found
-    in_order = torch.empty_like(found)
-    in_order[torch.tensor(order)] = found
-    return in_order
-
-
-def _added_up_apart(tensors: list[torch.Tensor], in_dtype: torch.dtype | None) -> torch.Tensor:
-    """Returns the same, of one tensor at a time, and of large ones piece by piece."""
+    """Returns norms whose squares are added up in a dtype, those of large tensors piece by piece."""
     if max([tensor.numel() for tensor in tensors]) <= _PIECE:
         return torch.stack(torch._foreach_norm(tensors, 2, dtype=in_dtype)).double()  # noqa: SLF001 - as above
     pieces: list[torch.Tensor] = []

@@ -61,7 +61,7 @@ class NonfiniteParameterCheck(Check):
             and (self._include_buffers if entry.kind == BUFFER else not entry.tensor.requires_grad)
         ]
         # What was finite and moved by something finite is finite: no second pass over what was copied.
-        copied = look.snapshots
+        copied = frozenset(look.copied)
         rest = [index for index in indices if index not in copied] if copied else indices
         befores, changes = (look.befores(), look.changes()) if copied else (None, None)
         there = {index: tensor for index, tensor in look.tensors(rest).items() if not is_freed(tensor)}

@@ -135,7 +135,8 @@ class UpdateRatioCheck(ParameterCheck):
         befores, changes, rates = look.befores(), look.changes(), self._rates
 
         def judge() -> None:
-            for index, reason in look.not_copied.items():
+            reasons = () if look.copies is None else look.copies.reasons.items()
+            for index, reason in reasons:
                 if index in self._watched.indices and reason != Reason.EMPTY.value:
                     self.ground.unavailable(self.name, reason, self.ground.inventory.names([index]))
             self._judge(look, befores, changes, rates)
