@@ -23,7 +23,6 @@ from torchinstruments.arguments import (
     check_model,
     check_text,
     compiled_mode_of,
-    declared_scale_of,
     destination_of,
     error_policy_of,
     histograms_of,
@@ -33,6 +32,7 @@ from torchinstruments.arguments import (
     reducers_of,
     refuse_beside_directory,
     sampler_of,
+    scale_of,
     signals_of,
     sinks_of,
 )
@@ -52,9 +52,10 @@ from torchinstruments.observe.sampling import (
 from torchinstruments.observe.selection import Layer, Selector, leaf_modules, select_layers
 from torchinstruments.observe.stance import Forcing, is_agreed, refuse_disagreement
 from torchinstruments.ranks.clock import StepClock
+from torchinstruments.ranks.declared_scale import DeclaredScale
 from torchinstruments.ranks.device_times import device_times
 from torchinstruments.ranks.identity import discover, new_process_id
-from torchinstruments.ranks.loss_scale import DeclaredScale, ScalerWatch
+from torchinstruments.ranks.loss_scale import ScalerWatch
 from torchinstruments.ranks.mesh import MeshPlace, mesh_place
 from torchinstruments.ranks.optimizers import OptimizerWatch
 from torchinstruments.ranks.policy import Policy
@@ -175,7 +176,7 @@ def inject_observer(
     if mode is CompiledMode.FORCE_EAGER:
         identity = discover("", "")
         refuse_disagreement(policy, chosen_sampler, 1 if identity is None else identity.world_size)
-    declared_scale = declared_scale_of(scaler)
+    declared_scale = scale_of(scaler)
     check_flag("fingerprints", fingerprints)
     check_text("selector", selector)
     check_text("histogram_selector", histogram_selector)

@@ -3,7 +3,6 @@
 What a user's object raises while it is read becomes a `ConfigurationError` that names the argument.
 """
 
-import math
 import os
 import re
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -12,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from torchinstruments.config import CompiledMode, ErrorPolicy, HistoryConfig, Unset
@@ -20,7 +18,7 @@ from torchinstruments.enrolment import Destination
 from torchinstruments.errors import ConfigurationError, TorchInstrumentsError
 from torchinstruments.observe.observation import DEFAULT_SIGNALS
 from torchinstruments.observe.sampling import SamplingPolicy, TimedSampler, describe, validate_sampler
-from torchinstruments.ranks.loss_scale import DeclaredScale
+from torchinstruments.ranks.declared_scale import DeclaredScale, declared_scale_of
 from torchinstruments.ranks.optimizers import unwrapped
 from torchinstruments.ranks.policy import Policy, parse_policy
 from torchinstruments.records import Signal
@@ -38,7 +36,7 @@ __all__ = [
     "check_model",
     "check_text",
     "compiled_mode_of",
-    "declared_scale_of",
+    "scale_of",
     "destination_of",
     "error_policy_of",
     "histograms_of",
@@ -207,20 +205,10 @@ def histograms_of(histograms: object) -> tuple[HistogramReducer, ...]:
     return tuple(chosen)
 
 
-def declared_scale_of(scaler: object) -> DeclaredScale:
+def scale_of(scaler: object) -> DeclaredScale:
     """Returns what scales the loss (attaching thread)."""
     with _reading("scaler", scaler):
-        if scaler is None or isinstance(scaler, (Unset, GradScaler)):
-            return scaler
-        if isinstance(scaler, (int, float)) and not isinstance(scaler, bool):
-            number = float(scaler)
-            if math.isfinite(number) and number > 0:
-                return number
-        raise ConfigurationError(
-            f"scaler={scaler!r} is not possible; give the torch.amp.GradScaler of the training loop, None "
-            f"where nothing scales the loss, a positive number that the loop multiplies it with, or leave it "
-            f"out"
-        )
+        return declared_scale_of(scaler)
 
 
 def sampler_of(

@@ -201,3 +201,33 @@ def test_a_parameter_without_elements_breaks_nothing():
     report = session.report()
     assert report.findings == ()
     assert not [entry for entry in report.unavailable if "internal_error" in entry.reason]
+
+
+def test_a_report_that_is_made_early_leaves_nothing_behind():
+    """What was not observed by then may be observed later."""
+    model = mlp()
+    session = ChecksSession(model, scaler=None)
+    session.register_change_check(within=["0.weight"])
+    with session:
+        early = session.report().unavailable
+        train(model, steps=1)
+        late = session.report().unavailable
+    assert [entry.reason.partition(":")[0] for entry in early] == ["never_observed", "never_ran"]
+    assert late == ()
+
+
+def test_windows_go_on_from_one_block_to_the_next():
+    """Five of eight steps may lie in several; of other tensors nothing is known."""
+    model = mlp()
+    model[0].weight.register_hook(torch.zeros_like)
+    session = ChecksSession(model, scaler=None)
+    session.register_change_check(window=(4, 4), action="collect")
+    for _ in range(2):
+        with session:
+            train(model, steps=2)
+    assert [finding.names for finding in session.report().findings] == [("0.weight",)]
+    model[0] = nn.Linear(4, 4)
+    model[0].weight.register_hook(torch.zeros_like)
+    with session:
+        train(model, steps=3)
+    assert len(session.report().findings) == 1

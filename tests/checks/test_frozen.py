@@ -110,3 +110,34 @@ def test_only_names_that_exist_can_be_frozen():
         ChecksSession(mlp()).register_frozen_check([])
     with pytest.raises(ConfigurationError, match="evidence='hash'"):
         ChecksSession(mlp()).register_frozen_check(["0.bias"], evidence="hash")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says of these kinds that they are old, or new
+@pytest.mark.parametrize("evidence", ["clone", "digest"])
+def test_tensors_without_bytes_say_why_and_the_others_are_compared(evidence):
+    """Reading freed memory would end the process."""
+    model = mlp()
+    freed = torch.ones(4)
+    tensors = {
+        "sparse": torch.eye(3).to_sparse(),
+        "compressed": torch.eye(3).to_sparse_csr(),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "quantised": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "meta": torch.zeros(3, device="meta"),
+        "freed": freed,
+        "empty": torch.ones(0, 3),
+        "small": torch.ones(3).to(torch.float8_e5m2),
+        "counts": torch.zeros(3, dtype=torch.uint16),
+        "complex": torch.ones(3, dtype=torch.complex32),
+        "across": torch.randn(6, 4).t()[:, ::2],
+    }
+    for name, tensor in tensors.items():
+        model.register_buffer(name, tensor)
+    freed.untyped_storage().resize_(0)
+    with _session(model, list(tensors), evidence=evidence, action="collect") as session:
+        optimizer = train(model, steps=1)
+        model.across[1, 1] += 1
+        train(model, optimizer, steps=1)
+    assert [finding.names for finding in session.report().findings] == [("across",)]
+    refused = {name for entry in session.report().unavailable for name in entry.names}
+    assert refused == {"sparse", "compressed", "nested", "quantised", "meta", "freed"}

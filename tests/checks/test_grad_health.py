@@ -268,8 +268,8 @@ def test_it_is_for_one_block():
         ({"within": ["nothing"]}, "within has 'nothing'"),
         ({"vanishing_threshold": 0}, "give a positive number"),
         ({"vanishing_threshold": 2.0, "exploding_threshold": 1.0}, "is not below"),
-        ({"scaler": "auto"}, "give a GradScaler"),
-        ({"scaler": -1}, "give a positive number"),
+        ({"scaler": "auto"}, "give the torch.amp.GradScaler"),
+        ({"scaler": -1}, "a positive number"),
     ],
 )
 def test_mistakes_are_one_sentence(options, message):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from checks.training import batch, mlp, scaler, train
+from checks.training import INF, batch, mlp, scaler, train
 from torchinstruments.checks import ChecksSession, CheckViolationError
 from torchinstruments.errors import ConfigurationError
 
@@ -98,3 +98,52 @@ def test_thresholds_must_be_in_order():
     """One sentence."""
     with pytest.raises(ConfigurationError, match="lower one for vanishing"):
         ChecksSession(mlp()).register_magnitude_check(vanishing_threshold=2.0, exploding_threshold=1.0)
+
+
+def _vanishing(model, optimizer=None, threshold=1e-3):
+    session = ChecksSession(model, optimizer, scaler=None)
+    session.register_magnitude_check(vanishing_threshold=threshold, exploding_threshold=1e9)
+    return session
+
+
+def test_a_report_between_micro_batches_judges_none_of_them():
+    """The sum of all of them is what counts."""
+    model = mlp()
+    with _vanishing(model) as session:
+        for factor in (1e-5, 1e-5, 1.0):
+            (model(batch()).sum() * factor).backward()
+            assert session.report().findings == ()
+        SGD(model.parameters(), lr=0.1).step()
+    assert session.report().findings == ()
+
+
+def test_what_was_never_stepped_is_judged_at_the_end():
+    """An attempt that is open when the session is detached too."""
+    model = mlp()
+    with _vanishing(model) as session:
+        (model(batch()).sum() * 1e-5).backward()
+    (finding,) = session.report().findings
+    assert finding.values["num_vanishing"] == 4
+
+
+def test_a_backward_is_evidence_for_every_optimizer_that_steps_after_it():
+    """The second one's gradients came by the same backward."""
+    model = mlp()
+    optimizers = [SGD(layer.parameters(), lr=0.1) for layer in model]
+    with _vanishing(model, optimizers) as session:
+        for _ in range(2):
+            model.zero_grad()
+            model(batch()).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert session.report().unavailable == ()
+
+
+def test_a_gradient_that_is_not_finite_has_no_magnitude():
+    """That is said, for without the check of nonfinite gradients nobody else would."""
+    model = mlp()
+    with _vanishing(model) as session:
+        (model(batch()).sum() * INF).backward()
+        SGD(model.parameters(), lr=0.0).step()
+    (entry,) = session.report().unavailable
+    assert (entry.reason.partition(":")[0], entry.num_names) == ("nonfinite", 4)

@@ -1,5 +1,6 @@
 """Nonfinite gradients: named where they arise, raised before they are written."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -259,3 +260,16 @@ def test_a_check_whose_warning_is_an_error_does_not_stop_training():
         optimizer.step()
     assert session.report().findings[0].code == "param_grad_nonfinite"
     assert [entry.reason for entry in session.report().unavailable] == ["warning_was_an_error"]
+
+
+def test_gradients_that_are_cleared_are_free_whether_a_step_came_or_not():
+    """What waits to be judged is numbers."""
+    model = mlp()
+    session = ChecksSession(model, scaler=None)
+    session.register_nonfinite_grad_check(action="collect")
+    session.register_magnitude_check()
+    with session:
+        model(batch()).sum().backward()
+        gradient = weakref.ref(model[0].weight.grad)
+        model.zero_grad()
+        assert gradient() is None

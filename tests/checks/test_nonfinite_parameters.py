@@ -58,3 +58,31 @@ def test_only_an_optimizers_own_parameters_and_those_of_none_are_scanned():
         a.step()
         with pytest.raises(CheckViolationError, match=r"1\.weight"):
             b.step()
+
+
+def test_what_one_optimizer_steps_stays_known_when_another_steps():
+    """Neither is told twice of what is no news."""
+    model = mlp()
+    optimizers = [SGD(layer.parameters(), lr=0.0) for layer in model]
+    with torch.no_grad():
+        model[0].weight[0, 0] = model[1].weight[0, 0] = float("inf")
+    with _session(model, optimizers, action="collect") as session:
+        for _ in range(4):
+            for optimizer in optimizers:
+                optimizer.step()
+    assert [finding.names for finding in session.report().findings] == [("0.weight",), ("1.weight",)]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_one_tensor_that_cannot_be_read_leaves_the_others_looked_at():
+    """A nested one has no norm, and freed memory must not be touched."""
+    model = mlp()
+    freed = torch.ones(4)
+    model.register_buffer("freed", freed)
+    model.register_buffer("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    model.register_buffer("table", torch.tensor(float("inf")))
+    freed.untyped_storage().resize_(0)
+    with _session(model, action="collect") as session:
+        train(model)
+    assert [finding.names for finding in session.report().findings] == [("table",)]
+    assert [entry.reason for entry in session.report().unavailable] == ["unsupported_layout: nested"]

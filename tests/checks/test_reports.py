@@ -1,6 +1,8 @@
 """What a report keeps, and what it says of checks that could not do their work."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch.optim import SGD
@@ -11,6 +13,7 @@ from torchinstruments.checks import ChecksSession, CheckViolationError
 from torchinstruments.checks.check import Check
 from torchinstruments.checks.findings import Action, Finding, FindingStore, Moment, Severity
 from torchinstruments.checks.report import CheckReport
+from torchinstruments.checks.watchdog import FALLBACK_BACKWARDS
 
 
 def _finding(severity, code="c", **options):
@@ -189,3 +192,53 @@ def test_a_compiled_model_is_watched():
         assert report.counters["backwards"] == 6, way
         assert report.ledgers["scale"]["micro_batches_per_attempt"]["most_frequent"] == 2, way
         assert report.findings == (), way
+
+
+def test_an_entry_counts_all_of_its_names():
+    """However they come, and lists the first of them; of too many reasons the further ones are counted."""
+    store = FindingStore(max_findings=3)
+    for number in range(200):
+        store.add_unavailable("a", "reason", (f"name {number}",))
+    for number in range(10):
+        store.add_unavailable("b", f"reason {number}")
+    first, *_, last = store.unavailable()
+    assert (first.num_names, len(first.names), first.num_times) == (200, 20, 200)
+    assert (last.reason, last.num_times) == ("too_many_reasons: 3 are kept", 8)
+
+
+def test_steps_in_a_pause_are_steps():
+    """They are not looked at, and nobody says that none comes."""
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.0)
+    session = ChecksSession(model, optimizer, scaler=None)
+    session.register_change_check(action="collect")
+    with session:
+        for _ in range(FALLBACK_BACKWARDS + 2):
+            optimizer.zero_grad()
+            model(batch()).sum().backward()
+            with session.paused():
+                optimizer.step()
+    report = session.report()
+    assert (report.findings, report.checks_run) == ((), ())
+    assert report.counters["accepted_steps"] == FALLBACK_BACKWARDS + 2
+
+
+def test_a_report_from_another_thread_changes_nothing():
+    """It says what is known; the thread that trains judges."""
+    model = mlp()
+    session = ChecksSession(model, scaler=None)
+    session.register_magnitude_check(vanishing_threshold=1e3, exploding_threshold=1e4)
+    session.register_nonfinite_grad_check()
+    is_over = threading.Event()
+    with session, ThreadPoolExecutor(1) as pool:
+
+        def ask():
+            while not is_over.is_set():
+                session.report().to_json()
+
+        asking = pool.submit(ask)
+        train(model, steps=100)
+        is_over.set()
+        asking.result()
+    assert len(session.report().findings) == 100
+    assert session.report().unavailable == ()

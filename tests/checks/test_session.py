@@ -284,3 +284,64 @@ def test_a_mapping_of_tensors_can_be_watched():
             optimizer.step()
     assert session.report().ledgers["scale"]["accepted_steps"] == 2
     assert session.report().coverage["parameters_that_fired"] == 1
+
+
+def test_counts_go_on_from_one_block_to_the_next():
+    """So that they agree with the ledger, and no attempt has the number of another."""
+    model = mlp()
+    session = ChecksSession(model, scaler=None)
+    session.register_nonfinite_grad_check(action="collect")
+    for _ in range(2):
+        with session:
+            train(model, steps=1, overflows=(0,))
+    report = session.report()
+    assert (report.counters["accepted_steps"], report.counters["backwards"]) == (2, 2)
+    assert report.ledgers["scale"]["accepted_steps"] == 2
+    found = [(one.code, one.moment.attempt, one.moment.backward) for one in report.findings]
+    assert [(attempt, backward) for code, attempt, backward in found if "accumulation" in code] == [
+        (0, 0),
+        (1, 1),
+    ]
+
+
+def test_a_session_may_be_detached_in_the_middle_of_a_step():
+    """What comes after is not looked at, and no copy of a parameter stays."""
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    session = ChecksSession(model, optimizer, scaler=None)
+    session.register_nonfinite_grad_check()
+    session.register_update_ratio_check()
+    session.attach()
+
+    def closure():
+        session.detach()
+        loss = model(batch()).sum() * float("inf")
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert (session.is_attached, session.report().findings) == (False, ())
+    assert not torch.isfinite(model[0].weight).all()
+
+
+def test_a_session_may_be_detached_in_the_middle_of_a_backward():
+    """The gradients that come after begin nothing anew."""
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    session = ChecksSession(model, optimizer, scaler=None)
+    session.register_nonfinite_grad_check()
+    session.attach()
+    model[1].weight.register_hook(lambda _: session.detach())
+    (model(batch()).sum() * float("inf")).backward()
+    optimizer.step()
+    assert session.report().findings == ()
+    assert _num_tensor_hooks(model) == 0
+
+
+def test_what_is_no_optimizer_is_named_in_one_line():
+    """Without the many lines that an optimizer prints."""
+    model = mlp()
+    with pytest.raises(ConfigurationError) as raised:
+        ChecksSession(model, [SGD(model.parameters()), 3])
+    assert str(raised.value).startswith("optimizer=[SGD, 3] is no torch.optim.Optimizer")
+    assert "\n" not in str(raised.value)

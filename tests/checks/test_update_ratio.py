@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD
+from torch.optim import LBFGS, SGD
 
 from checks.training import batch, mlp, train
 from torchinstruments.checks import ChecksSession, CheckViolationError, CheckWarning
@@ -134,3 +134,43 @@ def test_the_training_is_what_it_was():
     watched, watched_rng = run(checked=True)
     assert all(torch.equal(one, other) for one, other in zip(plain, watched, strict=True))
     assert torch.equal(plain_rng, watched_rng)
+
+
+def test_a_closure_that_is_evaluated_often_has_the_ratio_of_the_whole_step():
+    """LBFGS moves the parameters between evaluations; the step began before the first."""
+    model = mlp()
+    optimizer = LBFGS(model.parameters(), lr=0.1, max_iter=5)
+    session = ChecksSession(model, optimizer, scaler=None)
+    session.register_update_ratio_check()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch()).square().mean()
+        loss.backward()
+        return loss
+
+    with session:
+        optimizer.step(closure)
+    rows = session.report().ledgers["update_ratio"][0]["parameters"]
+    for name, parameter in model.named_parameters():
+        expected = float((parameter.detach() - before[name]).norm() / before[name].norm())
+        assert rows[name]["last"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_rows_belong_to_tensors_and_not_to_positions():
+    """A layer that is gone at the next attach takes its row along; what is new begins one."""
+    model = mlp(depth=3)
+    session = ChecksSession(model, scaler=None)
+    session.register_update_ratio_check()
+    with session:
+        train(model, steps=3)
+    kept = session.report().ledgers["update_ratio"][0]["parameters"]["1.weight"]["last"]
+    del model[0]
+    model.add_module("new", nn.Linear(4, 4))
+    with session:
+        rows = session.report().ledgers["update_ratio"][0]["parameters"]
+        train(model, steps=2)
+    assert rows["0.weight"]["last"] == kept
+    rows = session.report().ledgers["update_ratio"][0]["parameters"]
+    assert (rows["0.weight"]["num_looks"], rows["new.weight"]["num_looks"]) == (5, 2)

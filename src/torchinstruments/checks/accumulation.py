@@ -130,7 +130,14 @@ class AccumulationSite:
         self._on_error = on_error
         self._open: dict[int, list[int]] = {}
         self._last_nested: int | None = None
+        self._is_over = False
         self._hooks: dict[Callable[[torch.Tensor], None], weakref.ref[torch.Tensor]] = {}
+
+    def go_on_from(self, former: "AccumulationSite") -> None:
+        """Takes what was counted by the one of an earlier attach (training thread, at attach)."""
+        self.num_too_deep = former.num_too_deep
+        self.num_backwards = former.num_backwards
+        self.num_fires = former.num_fires
 
     def attach(
         self, entries: Sequence[Entry], early: frozenset[int] = frozenset()
@@ -170,10 +177,13 @@ class AccumulationSite:
             if tensor is not None:
                 take_out(tensor, hook)
             self._hooks.pop(hook, None)
+        self._is_over = True
         self._open.clear()
 
     def accumulated(self, target: int) -> None:
         """Notes that a gradient came; it never raises (autograd thread, hot path)."""
+        if self._is_over:
+            return
         task = graph_task()
         fired = self._open.get(task)
         if fired is None:

@@ -19,7 +19,8 @@ from torchinstruments.observe.engine import is_in_backward, run_while_traced, tr
 from torchinstruments.observe.root import RootWatch
 from torchinstruments.observe.stack import num_calls
 from torchinstruments.ranks.clock import StepClock
-from torchinstruments.ranks.loss_scale import DeclaredScale, ScalerWatch
+from torchinstruments.ranks.declared_scale import DeclaredScale
+from torchinstruments.ranks.loss_scale import ScalerWatch
 from torchinstruments.ranks.optimizers import OptimizerWatch, StepListener
 from torchinstruments.ranks.pipelining import learns_shapes
 from torchinstruments.records import ClosedAttempt, GradSync
@@ -76,6 +77,7 @@ class OwnAttempts:
         on_closed: Takes attempts that ended.
         on_error: Takes probe and exception.
         on_notice: Takes probe and a sentence.
+        first_attempt: Number of the first attempt.
     """
 
     def __init__(
@@ -88,8 +90,9 @@ class OwnAttempts:
         on_closed: Callable[[Sequence[ClosedAttempt]], None],
         on_error: Callable[[str, BaseException], None],
         on_notice: Callable[[str, str], None],
+        first_attempt: int = 0,
     ) -> None:
-        self.clock = StepClock(declared_optimizer=optimizers is not None)
+        self.clock = StepClock(declared_optimizer=optimizers is not None, first_attempt=first_attempt)
         self.optimizers = OptimizerWatch(
             self.clock, weakref.ref(model), optimizers, on_error=on_error, listener=listener
         )

@@ -8,16 +8,14 @@ told beside it, with the number of steps since the first missing gradient in whi
 A finding names all that a missing gradient leaves without one, and not where it began.
 """
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 from typing_extensions import override
 
-from torchinstruments.checks.check import Check, Ground, Judge, Measured, StepLook
+from torchinstruments.checks.check import Ground, Judge, Measured, StepLook
 from torchinstruments.checks.findings import Action, EvidenceKind, Finding, GradientStage, Severity
 from torchinstruments.checks.measures import local_numel, scope_of
-from torchinstruments.checks.selection import Watched
-from torchinstruments.checks.sustained import Sustained
+from torchinstruments.checks.parameter_check import ParameterCheck
 
 __all__ = ["ChangeCheck"]
 
@@ -45,7 +43,7 @@ class _Observation:
     bad: dict[int, bool]
 
 
-class ChangeCheck(Check):
+class ChangeCheck(ParameterCheck):
     """Watches whether parameters receive gradients.
 
     Args:
@@ -60,26 +58,21 @@ class ChangeCheck(Check):
     def __init__(
         self, within: tuple[str, ...] | None, window: tuple[int, int], every: int, action: Action
     ) -> None:
-        super().__init__()
-        self._watched = Watched(within)
-        self._window = window
-        self._every = every
-        self._action = action
-        self._ground: Ground | None = None
-        self._windows: dict[int | None, Sustained] = {}
+        super().__init__(within, every, action, window)
         self._suspects: dict[int, _Suspect] = {}
-        self._num_steps: dict[int | None, int] = defaultdict(int)
         self._latest: _Observation | None = None
 
     @override
     def attached(self, ground: Ground) -> None:
-        self._ground = ground
-        self._watched.attached(ground.inventory)
+        windows = self._windows
+        super().attached(ground)
+        if self._windows is not windows:
+            self._suspects.clear()
 
     @override
     def before_write(self, look: StepLook) -> Judge | None:
         self._latest = None
-        if self._num_steps[look.moment.optimizer] % self._every:
+        if not self.is_due(look):
             return None
         measured = look.norms()
         own = self._watched.own(look)
@@ -93,7 +86,7 @@ class ChangeCheck(Check):
 
     @override
     def after_write(self, look: StepLook) -> Judge | None:
-        self._num_steps[look.moment.optimizer] += 1
+        self.step_applied(look)
         latest, self._latest = self._latest, None
         if latest is None:
             return None
@@ -103,13 +96,6 @@ class ChangeCheck(Check):
             self._judge(look, latest, {} if changes is None else changes.by_index)
 
         return judge
-
-    @override
-    def finish(self) -> None:
-        ground = self._ground
-        if ground is not None:
-            for reason, indices in self._watched.unseen().items():
-                ground.unavailable(self.name, reason, ground.inventory.names(indices))
 
     def _observe(self, measured: Measured, look: StepLook, own: list[int]) -> _Observation:
         entries = look.inventory.entries
@@ -125,8 +111,9 @@ class ChangeCheck(Check):
         return _Observation(observed, bad)
 
     def _judge(self, look: StepLook, latest: _Observation, changes: dict[int, float]) -> None:
-        windows = self._windows.setdefault(look.moment.optimizer, Sustained(self._window))
-        due = windows.observe(latest.bad, latest.observed)
+        windows = self._windows
+        assert windows is not None
+        due = self.due(latest.bad, latest.observed)
         for index in [*latest.bad, *(one for one in self._suspects if one not in latest.bad)]:
             if index not in latest.observed:
                 continue
@@ -140,12 +127,12 @@ class ChangeCheck(Check):
             elif suspect is not None and windows.num_bad(index) == 0:
                 del self._suspects[index]
         if due:
-            self._emit(look, windows, due)
+            self._emit(look, due, min(windows.num_bad(index) for index in due))
 
-    def _emit(self, look: StepLook, windows: Sustained, due: list[int]) -> None:
-        ground = self._ground
-        assert ground is not None
+    def _emit(self, look: StepLook, due: list[int], num_bad: int) -> None:
+        ground = self.ground
         suspects = [self._suspects[index] for index in due]
+        assert self._window is not None
         m, n = self._window
         names = ground.inventory.names(due)
         ground.emit(
@@ -161,7 +148,7 @@ class ChangeCheck(Check):
                     "m": m,
                     "n": n,
                     "every": self._every,
-                    "num_bad_in_window": min(windows.num_bad(index) for index in due),
+                    "num_bad_in_window": num_bad,
                     "num_gradient_none": sum(suspect.was_none for suspect in suspects),
                     "num_gradient_zero": sum(not suspect.was_none for suspect in suspects),
                     "movement_steps_looked_at": min(suspect.steps for suspect in suspects),

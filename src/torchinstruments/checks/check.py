@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
+from torchinstruments.checks.copies import Copies
 from torchinstruments.checks.findings import Finding, GradientStage, Moment
 from torchinstruments.checks.inventory import Inventory
 from torchinstruments.checks.measures import norms, sort_out
@@ -82,8 +83,13 @@ class Check:
     def attempt_closed(self, record: AttemptRecord) -> None:
         """Takes the record of an attempt, complete (training thread)."""
 
-    def finish(self) -> None:
-        """Says what was asked for and never came (training thread, at each report)."""
+    def finish(self, unavailable: Callable[[str, str, tuple[str, ...]], None], *, is_final: bool) -> None:
+        """Says what was asked for and never came (training thread, at each report).
+
+        Args:
+            unavailable: Takes check, reason and names, for this report alone.
+            is_final: Whether nothing more will come, so that what is open is to be judged as it is.
+        """
 
     def detached(self) -> None:
         """Drops what it holds of the model (training thread, at detach)."""
@@ -167,7 +173,7 @@ class BackwardLook:
     Attributes:
         moment: Where training stands.
         fired: Positions of the parameters whose gradients came, each once.
-        gradients: What stands in them now, by position.
+        gradients: What stands in them now, by position; none any more when the judges are called.
         reading: Takes numbers.
         stage: Before clipping, scaled or not.
         scale_provenance: How the loss scale is known.
@@ -186,6 +192,12 @@ class BackwardLook:
     early: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """Norms that were taken when their gradients came, by position: those of `gradients` stand for others."""
     _norms: Measured | None = None
+
+    def release(self) -> None:
+        """Drops the gradients, of which only numbers are judged later (hot path)."""
+        self.gradients = {}
+        if self._norms is not None:
+            self._norms.tensors = ()
 
     def scale(self) -> float | None:
         """Returns the loss scale, once the numbers were fetched; None where none is known."""
@@ -228,12 +240,21 @@ class StepLook:
     found_inf: Column | None = None
     evaluation: int = 0
     wanted: set[int] = field(default_factory=set)
-    snapshots: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    """Parameters before the write, by position: those that a check had put into `wanted`."""
+    copies: Copies | None = None
+    """Parameters before the write: those that a check had put into `wanted`."""
+    _trainable: list[int] | None = None
     _gradients: dict[int, torch.Tensor] | None = None
     _norms: Measured | None = None
     _befores: Measured | None = None
     _changes: Measured | None = None
+
+    @property
+    def trainable(self) -> list[int]:
+        """Positions of the parameters that it steps and that need a gradient (hot path)."""
+        if self._trainable is None:
+            entries = self.inventory.entries
+            self._trainable = [index for index in self.positions if entries[index].tensor.requires_grad]
+        return self._trainable
 
     @property
     def gradients(self) -> Mapping[int, torch.Tensor]:
@@ -257,10 +278,17 @@ class StepLook:
             self._norms = Measured.of(self.gradients, self.reading)
         return self._norms
 
+    @property
+    def copied(self) -> tuple[int, ...]:
+        """Positions of the parameters that were copied before the write (hot path)."""
+        return () if self.copies is None else self.copies.indices
+
     def befores(self) -> Measured:
         """Queues the norms of the copied parameters before the write, before any `changes` (hot path)."""
         if self._befores is None:
-            self._befores = Measured.of(self.snapshots, self.reading)
+            copies = self.copies
+            found = [] if copies is None else copies.before()
+            self._befores = Measured(self.copied, (), self.reading.add(found), {})
         return self._befores
 
     def changes(self) -> Measured:
@@ -270,12 +298,9 @@ class StepLook:
         """
         if self._changes is None:
             self.befores()
-            entries = self.inventory.entries
-            now, _ = sort_out({index: entries[index].tensor for index in self.snapshots})
-            held = {index: self.snapshots[index] for index in now}
-            if held:
-                torch._foreach_sub_(list(held.values()), list(now.values()))
-            self._changes = Measured.of(held, self.reading)
+            copies = self.copies
+            found = [] if copies is None else copies.change(self.tensors(self.copied))
+            self._changes = Measured(self.copied, (), self.reading.add(found), {})
         return self._changes
 
     def group(self, index: int) -> Mapping[str, Any]:

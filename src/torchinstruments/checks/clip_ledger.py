@@ -58,6 +58,8 @@ class ClipLedger(Check):
     def attached(self, ground: Ground) -> None:
         """Takes what it stands on."""
         self._ground = ground
+        self._attempt = None
+        self._before.clear()
 
     @override
     def backward_ended(self, look: BackwardLook) -> Judge | None:

@@ -204,7 +204,9 @@ class FindingStore:
         self._max_findings = max_findings
         self._findings: dict[tuple[Severity, str], list[Finding]] = {}
         self._num_findings: Counter[tuple[Severity, str]] = Counter()
-        self._unavailable: dict[tuple[str, str], Unavailable] = {}
+        # By check and reason: the names, and how often.
+        self._unavailable: dict[tuple[str, str], tuple[dict[str, None], int]] = {}
+        self._num_left_out = 0
 
     def add(self, finding: Finding) -> None:
         """Keeps a finding, or counts it (training or autograd thread, hot path)."""
@@ -218,23 +220,30 @@ class FindingStore:
         """Keeps an entry, or counts it where it is there already (training or autograd thread)."""
         key = check, reason
         before = self._unavailable.get(key)
-        num_times = 1 if before is None else before.num_times + 1
         if before is None and len(self._unavailable) >= self._max_findings:
+            self._num_left_out += 1
             return
-        known = () if before is None else before.names
-        merged = tuple(dict.fromkeys((*known, *names)))
-        num_names = len(merged) if before is None else max(before.num_names, len(merged))
-        self._unavailable[key] = Unavailable(check, reason, merged[:MAX_NAMES], num_names, num_times)
+        known: dict[str, None] = {} if before is None else before[0]
+        num_times = 0 if before is None else before[1]
+        known.update(dict.fromkeys(names))
+        self._unavailable[key] = known, num_times + 1
 
     def findings(self) -> tuple[Finding, ...]:
         """Returns what was kept, gravest first, then in the order in which they came."""
         order = {severity: rank for rank, severity in enumerate(Severity)}
-        found = [finding for kept in self._findings.values() for finding in kept]
+        found = [finding for kept in list(self._findings.values()) for finding in kept]
         return tuple(sorted(found, key=lambda finding: order[finding.severity]))
 
     def unavailable(self) -> tuple[Unavailable, ...]:
         """Returns the entries, by check and reason."""
-        return tuple([self._unavailable[key] for key in sorted(self._unavailable)])
+        kept = [
+            Unavailable(check, reason, tuple(names)[:MAX_NAMES], len(names), num_times)
+            for (check, reason), (names, num_times) in sorted(self._unavailable.items())
+        ]
+        if self._num_left_out:
+            reason = f"too_many_reasons: {self._max_findings} are kept"
+            kept.append(Unavailable("session", reason, num_times=self._num_left_out))
+        return tuple(kept)
 
     def truncated(self) -> dict[str, int]:
         """Returns how many findings of each severity and code were counted and not kept."""

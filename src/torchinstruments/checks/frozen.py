@@ -6,14 +6,16 @@ compare bytes.
 """
 
 import torch
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from torchinstruments.checks.check import Check, Ground, Judge, StepLook
 from torchinstruments.checks.findings import Action, EvidenceKind, Finding, GradientStage, Severity
 from torchinstruments.checks.inventory import Inventory
-from torchinstruments.checks.measures import local_part, scope_of
+from torchinstruments.checks.measures import scope_of
 from torchinstruments.checks.reading import Column
-from torchinstruments.records import Reason, ScaleProvenance
+from torchinstruments.records import Absent, Reason, ScaleProvenance
+from torchinstruments.statistics.admission import COMPLEX, admit
 from torchinstruments.statistics.digests import Digester
 from torchinstruments.statistics.isolation import functions_off, isolated
 
@@ -50,6 +52,7 @@ class FrozenCheck(Check):
     def attached(self, ground: Ground) -> None:
         self._ground = ground
         self._indices = tuple(sorted(ground.inventory.resolve(self._names, "names")))
+        self._changed.clear()
         for index in self._indices:
             self._keep(index)
 
@@ -58,10 +61,11 @@ class FrozenCheck(Check):
         self._num_steps += 1
         if self._num_steps % self._every:
             return None
-        entries = look.inventory.entries
         differs: dict[int, bool | Column] = {}
         for index, clone in self._clones.items():
-            current = _comparable(entries[index].tensor)
+            current = self._comparable(index)
+            if current is None:
+                continue
             if not _is_alike(current, clone):
                 differs[index] = True
             elif current.device.type == "cpu":
@@ -69,7 +73,10 @@ class FrozenCheck(Check):
             else:
                 differs[index] = look.reading.add_one((current != clone).any())
         for index, digest in self._digests.items():
-            now = self._digest(entries[index].tensor)
+            local = self._part(index)
+            if local is None:
+                continue
+            now = self._digest(local)
             if isinstance(now, torch.Tensor) and isinstance(digest, torch.Tensor):
                 differs[index] = look.reading.add_one(now.ne(digest))
             else:
@@ -130,31 +137,40 @@ class FrozenCheck(Check):
 
     def _keep(self, index: int) -> None:
         """Takes what a tensor is now."""
-        ground = self._ground
-        assert ground is not None
-        tensor = ground.inventory.entries[index].tensor
-        try:
-            if self._evidence is EvidenceKind.DIGEST:
-                self._digests[index] = self._digest(tensor)
-            else:
-                with functions_off(), isolated("cpu"):
-                    self._clones[index] = _comparable(tensor).clone()
-        except Exception as error:  # noqa: BLE001 - the others are compared all the same
-            reason = Reason.UNSUPPORTED_LAYOUT.with_detail(f"{type(error).__name__}: {error}")
-            ground.unavailable(self.name, reason, ground.inventory.names([index]))
-
-    def _digest(self, tensor: torch.Tensor) -> torch.Tensor | int:
         with functions_off(), isolated("cpu"):
-            local = local_part(tensor).detach()
-            return self._digester.on_host(local) if local.is_cpu else self._digester.on_device(local)
+            if self._evidence is EvidenceKind.DIGEST:
+                local = self._part(index)
+                if local is not None:
+                    self._digests[index] = self._digest(local)
+            else:
+                current = self._comparable(index)
+                if current is not None:
+                    self._clones[index] = current.clone()
 
+    def _part(self, index: int) -> torch.Tensor | None:
+        """Returns this rank's part of a tensor; None, and says why, where it has no bytes to compare."""
+        assert self._ground is not None
+        inventory = self._ground.inventory
+        tensor = inventory.entries[index].tensor
+        reason = Reason.UNINITIALISED.value
+        if not is_lazy(tensor):
+            admitted = admit(tensor, COMPLEX)
+            if not isinstance(admitted, Absent):
+                return admitted[0]
+            reason = admitted.reason
+        self._ground.unavailable(self.name, reason, inventory.names([index]))
+        return None
 
-def _comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor whose equality is that of bits: NaN equals itself, and -0 is not 0."""
-    local = local_part(tensor).detach()
-    if local.is_complex():
-        local = torch.view_as_real(local.resolve_conj())
-    return local.view(_BITS[local.itemsize]) if local.is_floating_point() else local
+    def _comparable(self, index: int) -> torch.Tensor | None:
+        """Returns a tensor whose equality is that of bits: NaN equals itself, and -0 is not 0."""
+        local = self._part(index)
+        if local is None:
+            return None
+        real = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
+        return real.view(_BITS[real.itemsize])
+
+    def _digest(self, local: torch.Tensor) -> torch.Tensor | int:
+        return self._digester.on_host(local) if local.is_cpu else self._digester.on_device(local)
 
 
 def _is_alike(current: torch.Tensor, clone: torch.Tensor) -> bool:

@@ -42,6 +42,7 @@ from torchinstruments.observe.hooks import GradientHook, take_out
 from torchinstruments.observe.leaves import tensors_in
 from torchinstruments.observe.selection import Layer
 from torchinstruments.observe.stack import is_in_reentrant_checkpoint
+from torchinstruments.ranks.declared_scale import declared_scale_of
 from torchinstruments.records import Reason, ScaleProvenance, Scope, error_text
 from torchinstruments.statistics.isolation import functions_off, isolated, unintercepted
 
@@ -415,7 +416,7 @@ class grad_health(AbstractContextManager[GradHealth]):  # noqa: N801 - reads as 
             )
         self._health = GradHealth(
             model,
-            _checked_scaler(scaler),
+            declared_scale_of(scaler),
             names_of("within", within),
             Thresholds(vanishing, exploding),
         )
@@ -434,22 +435,6 @@ class grad_health(AbstractContextManager[GradHealth]):  # noqa: N801 - reads as 
     ) -> None:
         """Removes the hooks, and reads what was measured."""
         self._health.end()
-
-
-def _checked_scaler(scaler: object) -> object:
-    """Returns a scaler as it was given.
-
-    Raises:
-        ConfigurationError: It is none.
-    """
-    if scaler is UNSET or scaler is None or callable(getattr(scaler, "get_scale", None)):
-        return scaler
-    if isinstance(scaler, (int, float)) and not isinstance(scaler, bool):
-        return positive_of("scaler", scaler)
-    raise ConfigurationError(
-        f"scaler={scaler!r} is not possible; give a GradScaler, the number that the loss is multiplied with, "
-        f"or None where there is none"
-    )
 
 
 def _added(reading: Reading, numbers: Sequence[torch.Tensor]) -> Column:

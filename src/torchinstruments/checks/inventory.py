@@ -84,6 +84,12 @@ class Inventory:
         """Returns the position of a tensor, or None for one that is not the model's (hot path)."""
         return self._by_id.get(id(tensor))
 
+    def is_same_as(self, other: "Inventory") -> bool:
+        """Returns whether another one has the same tensors under the same names."""
+        return [(one.name, id(one.tensor)) for one in self.entries] == [
+            (one.name, id(one.tensor)) for one in other.entries
+        ]
+
     def name(self, index: int) -> str:
         """Returns the name of an entry."""
         return self.entries[index].name

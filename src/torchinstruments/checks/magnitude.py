@@ -6,23 +6,22 @@ known, there is no verdict, and the report says so.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from typing_extensions import override
 
-from torchinstruments.checks.check import BackwardLook, Check, Ground, Judge, Measured, StepLook
+from torchinstruments.checks.check import BackwardLook, Judge, Measured, StepLook
 from torchinstruments.checks.findings import Action, EvidenceKind, Finding, Severity
 from torchinstruments.checks.measures import scope_of
-from torchinstruments.checks.selection import Watched
-from torchinstruments.checks.sustained import WARN_WINDOW, Sustained
-from torchinstruments.records import ScaleProvenance
+from torchinstruments.checks.parameter_check import ParameterCheck
+from torchinstruments.records import AttemptRecord, ScaleProvenance
 
 __all__ = ["MagnitudeCheck"]
 
 _UNSCALED = (ScaleProvenance.UNSCALED, ScaleProvenance.NONE_SEEN)
 
 
-class MagnitudeCheck(Check):
+class MagnitudeCheck(ParameterCheck):
     """Judges the norms of gradients, one parameter at a time.
 
     Args:
@@ -43,22 +42,13 @@ class MagnitudeCheck(Check):
         every: int,
         action: Action,
     ) -> None:
-        super().__init__()
+        super().__init__(within, every, action)
         self._vanishing = vanishing_threshold
         self._exploding = exploding_threshold
-        self._watched = Watched(within)
-        self._every = every
-        self._action = action
-        self._ground: Ground | None = None
-        self._windows = Sustained(WARN_WINDOW)
         self._latest: dict[int, float] = {}
         self._fired: set[int] = set()
+        self._attempt: int | None = None
         self._look: BackwardLook | None = None
-
-    @override
-    def attached(self, ground: Ground) -> None:
-        self._ground = ground
-        self._watched.attached(ground.inventory)
 
     @override
     def backward_ended(self, look: BackwardLook) -> Judge | None:
@@ -82,23 +72,29 @@ class MagnitudeCheck(Check):
         return judge
 
     @override
-    def finish(self) -> None:
-        self._conclude()
-        ground = self._ground
-        if ground is not None:
-            for reason, indices in self._watched.unseen().items():
-                ground.unavailable(self.name, reason, ground.inventory.names(indices))
+    def attempt_closed(self, record: AttemptRecord) -> None:
+        # One that was skipped has no step at which it could be judged.
+        if self._look is not None and self._look.moment.attempt == record.attempt:
+            self._conclude()
+
+    @override
+    def finish(self, unavailable: Callable[[str, str, tuple[str, ...]], None], *, is_final: bool) -> None:
+        super().finish(unavailable, is_final=is_final)
+        if is_final and self._ground is not None:
+            self._conclude()
+            self._attempt = None
 
     def _take(self, look: BackwardLook, measured: Measured) -> None:
         """Takes a backward of the attempt; the last one has what all of them added up to."""
-        if self._look is not None and self._look.moment.attempt != look.moment.attempt:
+        if look.moment.attempt is None or look.moment.attempt != self._attempt:
             # The one before was skipped, or never stepped.
             self._conclude()
-        ground = self._ground
-        assert ground is not None
+            self._attempt = look.moment.attempt
+            self._fired.clear()
+        ground = self.ground
         for index, reason in measured.reasons.items():
             ground.unavailable(self.name, reason, ground.inventory.names([index]))
-        self._fired.update(look.gradients)
+        self._fired.update(measured.indices, measured.reasons)
         scale = 1.0 if look.scale_provenance in _UNSCALED else look.scale()
         if not scale:
             ground.unavailable(self.name, "unknown_scale: what multiplies the gradients is not known", ())
@@ -107,30 +103,35 @@ class MagnitudeCheck(Check):
         self._latest.update(zip(measured.indices, (measured.norms / scale).tolist(), strict=True))
 
     def _conclude(self) -> None:
-        """Judges an attempt."""
-        look, latest = self._look, dict(self._latest)
+        """Judges what came since the last judgement."""
+        look, latest = self._look, self._latest
         self._look = None
-        self._latest.clear()
-        self._fired.clear()
+        self._latest = {}
         if look is None or not latest:
             return
         low, high, chosen = self._vanishing, self._exploding, self._watched.indices
+        observed = latest.keys() & chosen
+        nonfinite = [index for index in sorted(observed) if not math.isfinite(latest[index])]
+        if nonfinite:
+            self.ground.unavailable(
+                self.name,
+                "nonfinite: there is no magnitude; register_nonfinite_grad_check looks for these",
+                self.ground.inventory.names(nonfinite),
+            )
+            observed -= set(nonfinite)
         outside = {
             index: norm
             for index, norm in latest.items()
-            if not (low <= norm <= high) and norm != 0 and math.isfinite(norm) and index in chosen
+            if not (low <= norm <= high) and norm != 0 and index in observed
         }
-        due = list(outside)
-        if self._action is Action.WARN:
-            due = self._windows.observe(outside, latest.keys() & chosen)
+        due = self.due(outside, observed)
         if due:
-            self._emit(look, due, outside, len(latest.keys() & chosen))
+            self._emit(look, due, outside, len(observed))
 
     def _emit(
         self, look: BackwardLook, due: list[int], outside: Mapping[int, float], num_observed: int
     ) -> None:
-        ground = self._ground
-        assert ground is not None
+        ground = self.ground
         norms = [outside[index] for index in due]
         num_exploding = sum(norm > self._exploding for norm in norms)
         names = ground.inventory.names(due)
@@ -167,8 +168,7 @@ class MagnitudeCheck(Check):
 
     def _say_unseen(self, look: StepLook, own: list[int]) -> None:
         """Says of which gradients the step knows and no backward did: there is no number before clipping."""
-        ground = self._ground
-        assert ground is not None
+        ground = self.ground
         due = look.moment.attempt is None or look.moment.attempt % self._every == 0
         gradients = look.gradients
         unseen = [index for index in own if due and index in gradients and index not in self._fired]

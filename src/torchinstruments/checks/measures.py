@@ -13,14 +13,32 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch.nn.parameter import is_lazy
 
-from torchinstruments.records import Reason, Scope
+from torchinstruments.records import Absent, Reason, Scope
+from torchinstruments.statistics.admission import COMPLEX, admit
 
-__all__ = ["local_numel", "local_part", "measurable", "norms", "scope_of", "sort_out"]
+__all__ = [
+    "FEW_ALIKE",
+    "SCRATCH_ENTRIES",
+    "SMALL_ENTRIES",
+    "is_freed",
+    "local_numel",
+    "local_part",
+    "measurable",
+    "norms",
+    "norms_of_rows",
+    "scope_of",
+    "sort_out",
+]
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _REAL = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 _PIECE = 1 << 18
 """Elements of which float32 adds up the squares: a relative error of about 1e-6 at most."""
+
+SMALL_ENTRIES = 1 << 14
+FEW_ALIKE = 4
+SCRATCH_ENTRIES = 1 << 17
+"""So many tensors of one shape, and no larger ones, are measured together, in copies of so many elements."""
 
 _RANGE_OF_FLOAT64 = (1e-150, 1e150)
 _RANGE_OF_FLOAT32 = (1e-16, 1e18)
@@ -45,6 +63,7 @@ def sort_out(tensors: Mapping[int, torch.Tensor]) -> tuple[dict[int, torch.Tenso
             and tensor.dtype in real
             and tensor.numel()
             and not tensor.is_meta
+            and not tensor.is_nested
         ):
             ready[index] = tensor
             continue
@@ -68,11 +87,14 @@ def measurable(tensor: torch.Tensor) -> torch.Tensor | str:
         Real, strided, with at least one element; or a `Reason` code.
     """
     if type(tensor) not in _PLAIN:
-        if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
-            return Reason.PARTIAL_PLACEMENT.value
         if is_lazy(tensor):
             return Reason.UNINITIALISED.value
-        tensor = local_part(tensor)
+        admitted = admit(tensor, COMPLEX)
+        if isinstance(admitted, Absent):
+            return admitted.reason
+        tensor = admitted[0]
+    if tensor.is_nested:
+        return Reason.UNSUPPORTED_LAYOUT.with_detail("nested")
     if tensor.layout is not torch.strided:
         if tensor.layout is not torch.sparse_coo:
             return Reason.UNSUPPORTED_LAYOUT.with_detail(str(tensor.layout))
@@ -99,6 +121,16 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def local_numel(tensor: torch.Tensor) -> int:
     """Returns how many elements this rank has of a tensor; 0 for one that waits for its shape (hot path)."""
     return 0 if is_lazy(tensor) else local_part(tensor).numel()
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor's memory was given back, so that reading it would end the process (hot path).
+
+    Sharding does that to gathered parameters.
+    """
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0 and not tensor.is_meta
 
 
 def scope_of(tensor: torch.Tensor) -> Scope:
@@ -134,7 +166,7 @@ def norms(tensors: Sequence[torch.Tensor]) -> list[tuple[Sequence[int], torch.Te
 def _norms(tensors: list[torch.Tensor], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Returns the norms of tensors of one device and dtype."""
     if device.type == "cpu":
-        return _norms_on_host(tensors, dtype)
+        return _norms_on_host(tensors)
     if dtype is not torch.float64 and device.type not in _WITHOUT_FLOAT64:
         return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64))  # noqa: SLF001 - as torch's own clipping
     # Squares may leave the range here: the largest magnitude tells zero and nonfinite apart all the same.
@@ -145,15 +177,55 @@ def _norms(tensors: list[torch.Tensor], device: torch.device, dtype: torch.dtype
     return torch.where((squared > 0) & torch.isfinite(squared), squared, largest)
 
 
-def _norms_on_host(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Returns the same where the tensors lie in the host's memory, and looking at one waits for nothing."""
+def norms_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Returns the L2 norms of the rows of a tensor in the host's memory, in float64 (hot path).
+
+    Args:
+        rows: As `measurable` returns them, together.
+    """
+    flat, dtype = rows.view(len(rows), -1), rows.dtype
+    found = torch.linalg.vector_norm(flat, dim=1, dtype=_of_squares(dtype)).double()
+    if _is_in_range(found, dtype).all():
+        return found
     if dtype is torch.float64:
-        low, high, in_dtype = *_RANGE_OF_FLOAT64, None
-    else:
-        low, high = _RANGE_OF_FLOAT32
-        in_dtype = None if dtype is torch.float32 else torch.float32
-    found = _added_up(tensors, in_dtype)
-    in_range = (found >= low) & (found <= high)
+        return torch.tensor([_exact(row) for row in flat], dtype=torch.float64)
+    return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
+
+
+def _norms_on_host(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the same of tensors of one dtype, where a look waits for nothing: small ones together."""
+    alike: dict[torch.Size, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        alike.setdefault(tensor.shape, []).append(position)
+    order: list[int] = []
+    parts: list[torch.Tensor] = []
+    apart: list[int] = []
+    for shape, positions in alike.items():
+        num_entries = shape.numel()
+        if num_entries > SMALL_ENTRIES or len(positions) < FEW_ALIKE:
+            apart += positions
+            continue
+        # A copy of a small tensor takes less time than an operation of its own.
+        num_together = max(1, SCRATCH_ENTRIES // num_entries)
+        for start in range(0, len(positions), num_together):
+            together = [tensors[position] for position in positions[start : start + num_together]]
+            parts.append(norms_of_rows(torch.stack(together)))
+        order += positions
+    if apart:
+        parts.append(_norms_apart([tensors[position] for position in apart]))
+    found = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(alike) == 1:
+        return found
+    in_order = torch.empty_like(found)
+    in_order[torch.tensor(order + apart)] = found
+    return in_order
+
+
+def _norms_apart(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the same, of one tensor at a time."""
+    dtype = tensors[0].dtype
+    found = _added_up(tensors, _of_squares(dtype))
+    in_range = _is_in_range(found, dtype)
     if in_range.all():
         return found
     doubtful: list[int] = torch.logical_not(in_range).nonzero().view(-1).tolist()
@@ -163,6 +235,17 @@ def _norms_on_host(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Ten
     else:
         found[doubtful] = _added_up(again, torch.float64)
     return found
+
+
+def _of_squares(dtype: torch.dtype) -> torch.dtype | None:
+    """Returns the dtype that squares are added up in; None for that of the tensor."""
+    return None if dtype in {torch.float64, torch.float32} else torch.float32
+
+
+def _is_in_range(found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns of which norms no square has left the range of what they were added up in."""
+    low, high = _RANGE_OF_FLOAT64 if dtype is torch.float64 else _RANGE_OF_FLOAT32
+    return (found >= low) & (found <= high)
 
 
 def _added_up(tensors: list[torch.Tensor], in_dtype: torch.dtype | None) -> torch.Tensor:

@@ -58,6 +58,7 @@ class NonfiniteGradientCheck(Check):
     def attached(self, ground: Ground) -> None:
         """Takes what it stands on."""
         self._ground = ground
+        self._begin(None)
 
     @override
     def backward_ended(self, look: BackwardLook) -> Judge:

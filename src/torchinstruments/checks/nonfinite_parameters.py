@@ -11,7 +11,7 @@ from typing_extensions import override
 from torchinstruments.checks.check import Check, Ground, Judge, Measured, StepLook
 from torchinstruments.checks.findings import Action, EvidenceKind, Finding, GradientStage, Severity
 from torchinstruments.checks.inventory import BUFFER
-from torchinstruments.checks.measures import measurable, scope_of
+from torchinstruments.checks.measures import is_freed, measurable, scope_of
 from torchinstruments.records import Reason, ScaleProvenance
 
 __all__ = ["NonfiniteParameterCheck"]
@@ -43,6 +43,7 @@ class NonfiniteParameterCheck(Check):
     def attached(self, ground: Ground) -> None:
         """Takes what it stands on."""
         self._ground = ground
+        self._known_bad.clear()
 
     @override
     def after_write(self, look: StepLook) -> Judge | None:
@@ -60,28 +61,31 @@ class NonfiniteParameterCheck(Check):
             and (self._include_buffers if entry.kind == BUFFER else not entry.tensor.requires_grad)
         ]
         # What was finite and moved by something finite is finite: no second pass over what was copied.
-        copied = look.snapshots
+        copied = frozenset(look.copied)
         rest = [index for index in indices if index not in copied] if copied else indices
         befores, changes = (look.befores(), look.changes()) if copied else (None, None)
-        measured = Measured.of(look.tensors(rest), look.reading)
+        there = {index: tensor for index, tensor in look.tensors(rest).items() if not is_freed(tensor)}
+        measured = Measured.of(there, look.reading)
 
         def judge() -> None:
             bad = set(measured.nonfinite())
             if befores is not None and changes is not None:
                 suspects = {*befores.nonfinite(), *changes.nonfinite()}
                 bad.update(index for index in suspects if not _is_finite(look.tensors([index])[index]))
-            self._judge(look, measured, bad, num_scanned=len(indices) - len(measured.reasons))
+            self._judge(look, measured, bad, indices)
 
         return judge
 
-    def _judge(self, look: StepLook, measured: Measured, bad: set[int], num_scanned: int) -> None:
+    def _judge(self, look: StepLook, measured: Measured, bad: set[int], indices: list[int]) -> None:
         ground = self._ground
         assert ground is not None
         for index, reason in measured.reasons.items():
             if reason.partition(":")[0] not in _HARMLESS:
                 ground.unavailable(self.name, reason, ground.inventory.names([index]))
+        num_scanned = len(indices) - len(measured.reasons)
         is_new = not bad <= self._known_bad
-        self._known_bad = bad
+        # Of what this optimizer has nothing to do with, no more is known than before.
+        self._known_bad = self._known_bad.difference(indices) | bad
         if not bad or not (is_new or self._action is Action.RAISE):
             return
         ordered = sorted(bad)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 
 from torchinstruments.checks.findings import Action
 from torchinstruments.errors import ConfigurationError
@@ -46,9 +46,9 @@ def cadence_of(value: object, argument: str = "every") -> int:
     Raises:
         ConfigurationError: It is no integer of at least 1.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ConfigurationError(f"{argument}={value!r} is not possible; give an integer from 1")
-    return value
+    return int(value)
 
 
 def flag_of(argument: str, value: object) -> bool:

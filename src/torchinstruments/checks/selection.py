@@ -25,6 +25,8 @@ class Watched:
         Raises:
             ConfigurationError: A name stands for nothing.
         """
+        if self._inventory is not None and not self._inventory.is_same_as(inventory):
+            self._seen.clear()
         self._inventory = inventory
         self.indices = self.chosen(inventory)
 
@@ -40,9 +42,10 @@ class Watched:
 
     def own(self, look: StepLook) -> list[int]:
         """Returns those that an optimizer steps and that need a gradient (training thread, hot path)."""
-        entries, chosen = look.inventory.entries, self.indices
-        own = [index for index in look.positions if index in chosen and entries[index].tensor.requires_grad]
-        self._seen.update(own)
+        own = look.trainable
+        if self._within is not None:
+            own = [index for index in own if index in self.indices]
+            self._seen.update(own)
         return own
 
     def unseen(self) -> dict[str, list[int]]:

@@ -1,22 +1,18 @@
 """What a session is made for: a model, or a mapping of tensors, and optimizers; checked."""
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from torchinstruments.checks.inventory import Inventory
-from torchinstruments.config import Unset
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.observe.sharding import ManagedParameters
-from torchinstruments.ranks.loss_scale import DeclaredScale
 from torchinstruments.ranks.optimizers import unwrapped
 
-__all__ = ["checked_model", "checked_scaler", "holder_of", "optimizers_of", "refuse_strangers"]
+__all__ = ["checked_model", "holder_of", "optimizers_of", "refuse_strangers"]
 
 
 def checked_model(model: object) -> nn.Module | Mapping[str, torch.Tensor]:
@@ -35,27 +31,6 @@ def checked_model(model: object) -> nn.Module | Mapping[str, torch.Tensor]:
     )
 
 
-def checked_scaler(scaler: object) -> DeclaredScale:
-    """Returns what scales the loss.
-
-    Raises:
-        ConfigurationError: It is no gradient scaler, no positive number, and not None.
-    """
-    if scaler is None or isinstance(scaler, (Unset, GradScaler)):
-        return scaler
-    if isinstance(scaler, (int, float)) and not isinstance(scaler, bool):
-        try:
-            number = float(scaler)
-        except OverflowError:
-            number = math.inf
-        if math.isfinite(number) and number > 0:
-            return number
-    raise ConfigurationError(
-        f"scaler={scaler!r} is not possible; give the torch.amp.GradScaler of the training loop, None where "
-        f"nothing scales the loss, a positive number that the loop multiplies it with, or leave it out"
-    )
-
-
 def optimizers_of(optimizer: object) -> tuple[Optimizer, ...] | None:
     """Returns the optimizers that are looked at; None for every one of the model.
 
@@ -69,8 +44,8 @@ def optimizers_of(optimizer: object) -> tuple[Optimizer, ...] | None:
     chosen = [one for one in found if one is not None]
     if not found or len(chosen) < len(found):
         raise ConfigurationError(
-            f"optimizer={optimizer!r} is no torch.optim.Optimizer; give one, or a list of them, or leave it "
-            f"out to watch every optimizer of the model"
+            f"optimizer={_shown(optimizer)} is no torch.optim.Optimizer; give one, a list of them, or leave "
+            f"it out to watch every optimizer of the model"
         )
     return tuple(chosen)
 
@@ -111,3 +86,10 @@ def _is_flattened(model: nn.Module) -> bool:
     """Returns whether `FullyShardedDataParallel` exchanges parameters of the model as it runs."""
     wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     return wrapper is not None and any(isinstance(module, wrapper) for module in model.modules())
+
+
+def _shown(given: object) -> str:
+    """Returns what was given, without the many lines that an optimizer prints."""
+    if isinstance(given, (list, tuple)):
+        return f"[{', '.join(_shown(one) for one in given)}]"
+    return type(given).__name__ if isinstance(given, Optimizer) else repr(given)

@@ -5,8 +5,7 @@ report, whether they leave a band or not.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -14,14 +13,13 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from torchinstruments.checks.check import Check, Ground, Judge, Measured, StepLook
+from torchinstruments.checks.check import Ground, Judge, Measured, StepLook
 from torchinstruments.checks.findings import Action, EvidenceKind, Finding, GradientStage, Severity
 from torchinstruments.checks.inventory import Inventory
 from torchinstruments.checks.measures import scope_of
+from torchinstruments.checks.parameter_check import ParameterCheck
 from torchinstruments.checks.reading import Column, Numbers
-from torchinstruments.checks.selection import Watched
-from torchinstruments.checks.sustained import WARN_WINDOW, Sustained
-from torchinstruments.records import ScaleProvenance
+from torchinstruments.records import Reason, ScaleProvenance
 
 __all__ = ["UpdateRatioCheck"]
 
@@ -50,6 +48,18 @@ class _Table:
         self.highest[indices] = np.maximum(self.highest[indices], ratios)
         self.lr[indices] = rates
 
+    def take_over(self, former: "_Table", places: Sequence[tuple[int, int]]) -> None:
+        """Takes the rows of tensors that stood elsewhere before.
+
+        Args:
+            former: What was known of them.
+            places: Where each stands now, and where it stood.
+        """
+        now = np.array([place for place, _ in places], np.intp)
+        then = np.array([place for _, place in places], np.intp)
+        for name in ("num_looks", "last", "lowest", "highest", "lr"):
+            getattr(self, name)[now] = getattr(former, name)[then]
+
     def row(self, index: int) -> dict[str, float | int | None]:
         """Returns the values of one parameter."""
         last, lr = float(self.last[index]), float(self.lr[index])
@@ -63,7 +73,7 @@ class _Table:
         }
 
 
-class UpdateRatioCheck(Check):
+class UpdateRatioCheck(ParameterCheck):
     """Measures update ratios.
 
     Args:
@@ -82,15 +92,9 @@ class UpdateRatioCheck(Check):
         every: int,
         action: Action,
     ) -> None:
-        super().__init__()
-        self._watched = Watched(within)
+        super().__init__(within, every, action)
         self._bounds = bounds
-        self._every = every
-        self._action = action
-        self._ground: Ground | None = None
-        self._num_steps: dict[int | None, int] = defaultdict(int)
         self._table = _Table(0)
-        self._windows: dict[int | None, Sustained] = {}
         self._zero_baselines: set[int] = set()
         self._rates: Mapping[int, float | Column | None] = {}
         self._is_due = False
@@ -99,17 +103,23 @@ class UpdateRatioCheck(Check):
 
     @override
     def attached(self, ground: Ground) -> None:
-        self._ground = ground
-        self._watched.attached(ground.inventory)
-        if len(self._table.last) != len(ground.inventory.entries):
-            self._table = _Table(len(ground.inventory.entries))
-        self._is_watched = np.zeros(len(ground.inventory.entries), np.bool_)
+        before = self._ground
+        super().attached(ground)
+        entries = ground.inventory.entries
+        self._is_watched = np.zeros(len(entries), np.bool_)
         self._is_watched[list(self._watched.indices)] = True
         self._place = None
+        if before is not None and before.inventory.is_same_as(ground.inventory):
+            return
+        former, self._table = self._table, _Table(len(entries))
+        self._zero_baselines.clear()
+        if before is not None:
+            places = [(entry.index, before.inventory.index_of(entry.tensor)) for entry in entries]
+            self._table.take_over(former, [(now, then) for now, then in places if then is not None])
 
     @override
     def before_write(self, look: StepLook) -> Judge | None:
-        self._is_due = self._num_steps[look.moment.optimizer] % self._every == 0
+        self._is_due = self.is_due(look)
         if self._is_due:
             look.wanted.update(self._watched.own(look))
             # As the step uses them; a scheduler may change them before its end is seen.
@@ -118,13 +128,17 @@ class UpdateRatioCheck(Check):
 
     @override
     def after_write(self, look: StepLook) -> Judge | None:
-        self._num_steps[look.moment.optimizer] += 1
+        self.step_applied(look)
         if not self._is_due:
             return None
         self._is_due = False
         befores, changes, rates = look.befores(), look.changes(), self._rates
 
         def judge() -> None:
+            reasons = () if look.copies is None else look.copies.reasons.items()
+            for index, reason in reasons:
+                if index in self._watched.indices and reason != Reason.EMPTY.value:
+                    self.ground.unavailable(self.name, reason, self.ground.inventory.names([index]))
             self._judge(look, befores, changes, rates)
 
         return judge
@@ -141,13 +155,6 @@ class UpdateRatioCheck(Check):
     def snapshot_indices(self, inventory: Inventory) -> frozenset[int]:
         entries = inventory.entries
         return frozenset([i for i in self._watched.chosen(inventory) if entries[i].tensor.requires_grad])
-
-    @override
-    def finish(self) -> None:
-        ground = self._ground
-        if ground is not None:
-            for reason, indices in self._watched.unseen().items():
-                ground.unavailable(self.name, reason, ground.inventory.names(indices))
 
     @override
     def facts(self) -> Mapping[str, object]:
@@ -205,23 +212,18 @@ class UpdateRatioCheck(Check):
             int(index): float(ratio)
             for index, ratio in zip(kept[is_outside], ratios[is_outside], strict=True)
         }
-        observed = kept
         if new_zero:
             self._emit_zero_baseline(look, new_zero)
         if self._bounds is None:
             return
-        due = list(outside)
-        if self._action is Action.WARN:
-            windows = self._windows.setdefault(look.moment.optimizer, Sustained(WARN_WINDOW))
-            due = windows.observe(outside, frozenset(observed.tolist()))
+        due = self.due(outside, frozenset(kept.tolist()))
         if due:
-            self._emit_outside(look, due, outside, len(observed))
+            self._emit_outside(look, due, outside, len(kept))
 
     def _emit_outside(
         self, look: StepLook, due: list[int], outside: Mapping[int, float], num_observed: int
     ) -> None:
-        ground = self._ground
-        assert ground is not None
+        ground = self.ground
         assert self._bounds is not None
         furthest = max(due, key=lambda index: outside.get(index, 0.0))
         low, high = self._bounds
@@ -253,8 +255,7 @@ class UpdateRatioCheck(Check):
         )
 
     def _emit_zero_baseline(self, look: StepLook, indices: list[int]) -> None:
-        ground = self._ground
-        assert ground is not None
+        ground = self.ground
         names = ground.inventory.names(indices)
         ground.emit(
             Finding(

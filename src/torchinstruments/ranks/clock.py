@@ -92,6 +92,7 @@ class StepClock:
         declared_optimizer: bool = False,
         device: DeviceClock | None = None,
         told_after_s: float = TOLD_AFTER_S,
+        first_attempt: int = 0,
     ) -> None:
         """Makes a clock that has seen nothing.
 
@@ -100,6 +101,7 @@ class StepClock:
                 counted before the first step.
             device: Measures the phases again, where the moments of the events carry a device's marks.
             told_after_s: Seconds after its last step that a window waits for an end before it is told.
+            first_attempt: Number of the first window.
         """
         self._told_after_s = told_after_s
         self._is_declared = declared_optimizer
@@ -113,7 +115,7 @@ class StepClock:
         self._in_boundary = False
         self._num_forwards = 0
         self._forwards_outside = 0
-        self._next_attempt = 0
+        self._first_attempt = self._next_attempt = first_attempt
         self._ordinals = OptimizerOrdinals()
         self._last_position: Position | None = None
         self._is_running: Callable[[], bool] | None = None
@@ -157,6 +159,11 @@ class StepClock:
     def attempt(self) -> int | None:
         """The attempt that is open; None where none is."""
         return None if self._window is None else self._window.attempt
+
+    @property
+    def next_attempt(self) -> int:
+        """The number of the window that opens next."""
+        return self._next_attempt
 
     @property
     def micro_batch(self) -> int | None:
@@ -639,7 +646,7 @@ class StepClock:
         window = self._window
         self._timer.stepped(step.ended_s, window)
         if window is None:
-            self.num_steps_between_boundaries += self._next_attempt > 0
+            self.num_steps_between_boundaries += self._next_attempt > self._first_attempt
             return
         step.optimizer, step.optimizer_attempt = self._ordinals.next_attempt(step.key)
         if len(window.steps) >= MAX_STEPS_IN_WINDOW:

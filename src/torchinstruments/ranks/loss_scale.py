@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torchinstruments.config import UNSET, Unset
 from torchinstruments.ranks import scaler_methods
 from torchinstruments.ranks.clock import StepClock
+from torchinstruments.ranks.declared_scale import DeclaredScale
 from torchinstruments.ranks.inner_optimizer import inner_optimizer, is_hooked
 from torchinstruments.ranks.optimizers import KnownOptimizer, OptimizerWatch, first_lr, unwrapped
 from torchinstruments.ranks.ring import Rings, Ticket
@@ -33,10 +34,7 @@ from torchinstruments.ranks.seen_scalers import SeenScalers
 from torchinstruments.ranks.window import Prepared
 from torchinstruments.records import ScaleProvenance
 
-__all__ = ["DeclaredScale", "ScalerWatch"]
-
-DeclaredScale = GradScaler | float | None | Unset
-"""The scaler of the model, a fixed scale that the loop multiplies with itself, None for none, or not said."""
+__all__ = ["ScalerWatch"]
 
 _MAX_OPEN = 256
 

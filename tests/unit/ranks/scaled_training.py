@@ -11,7 +11,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from torchinstruments.config import UNSET
 from torchinstruments.ranks.clock import StepClock
-from torchinstruments.ranks.loss_scale import DeclaredScale, ScalerWatch
+from torchinstruments.ranks.declared_scale import DeclaredScale
+from torchinstruments.ranks.loss_scale import ScalerWatch
 from torchinstruments.ranks.optimizers import OptimizerWatch
 from torchinstruments.records import AttemptRecord, ClosedAttempt, GradSync, Outcome
 
