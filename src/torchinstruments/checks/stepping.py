@@ -14,11 +14,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torchinstruments.ranks.tracing import runs_for_a_compiler
+from torchinstruments.ranks.step_hooks import StepHooks
 
 __all__ = ["StepSite", "StepVisitor", "WatchedClosure"]
 
@@ -56,38 +54,25 @@ class StepSite:
 
     def __init__(self, visitor: StepVisitor) -> None:
         self._visitor = weakref.ref(visitor)
-        self._handles: list[Any] = []
+        self._hooks = StepHooks(self._began, self._ended)
         self._running: weakref.ref[Optimizer] | None = None
         self._pid = os.getpid()
 
     def attach(self) -> None:
         """Registers the hooks. Attaching twice is attaching once."""
-        if not self._handles:
-            self._pid = os.getpid()
-            self._handles = [
-                register_optimizer_step_pre_hook(self._began),
-                register_optimizer_step_post_hook(self._ended),
-            ]
+        self._pid = os.getpid()
+        self._hooks.attach()
 
     def detach(self) -> None:
         """Removes them. Idempotent."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._hooks.detach()
         self._running = None
 
     def _began(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         visitor = self._visitor()
-        if (
-            visitor is None
-            or torch.compiler.is_dynamo_compiling()
-            or runs_for_a_compiler()
-            or os.getpid() != self._pid
-        ):
-            return None
-        if not visitor.is_own(optimizer):
+        if visitor is None or os.getpid() != self._pid or not visitor.is_own(optimizer):
             return None
         self._running = weakref.ref(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -100,12 +85,7 @@ class StepSite:
         return args, {**kwargs, "closure": watched}
 
     def _ended(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        if (
-            torch.compiler.is_dynamo_compiling()
-            or runs_for_a_compiler()
-            or self._running is None
-            or self._running() is not optimizer
-        ):
+        if self._running is None or self._running() is not optimizer:
             return
         self._running = None
         visitor = self._visitor()

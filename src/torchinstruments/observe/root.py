@@ -14,22 +14,17 @@ step of an optimizer looks whether it is there.
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchinstruments.observe.compiled import outermost_call
 from torchinstruments.observe.fused import may_be_fused
 from torchinstruments.observe.hooks import RootPostHook, RootPreHook, move_to_end, root_pre_hook, take_out
 from torchinstruments.observe.slots import RootSlot, is_slot_free
 from torchinstruments.observe.wrappers import is_compiled_in_place
-from torchinstruments.ranks.tracing import runs_for_a_compiler
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
+from torchinstruments.ranks.step_hooks import StepHooks
 
 __all__ = ["RootWatch", "StepLook"]
 
@@ -68,24 +63,20 @@ class StepLook:
     def __init__(self, look: Callable[[], None], is_needed: Callable[[], bool]) -> None:
         self._look = weakref.WeakMethod(look)
         self._is_needed = weakref.WeakMethod(is_needed)
-        self._handle: RemovableHandle | None = None
+        self._hooks = StepHooks(None, self._step_ended)
 
     def attach(self) -> None:
         """Begins to look where that is needed (training or compiling thread). Idempotent."""
         is_needed = self._is_needed()
-        if self._handle is None and is_needed is not None and is_needed():
-            self._handle = register_optimizer_step_post_hook(self._step_ended)
+        if is_needed is not None and is_needed():
+            self._hooks.attach()
 
     def detach(self) -> None:
         """Leaves no trace. Idempotent (any thread)."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        self._hooks.detach()
 
     def _step_ended(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
         """Takes that a step is over (training or autograd thread, hot path)."""
-        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler():
-            return
         look = self._look()
         if look is not None:
             look()

@@ -23,12 +23,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.inner_optimizer import inner_optimizer
 from torchinstruments.ranks.membership import Membership, Place
-from torchinstruments.ranks.tracing import runs_for_a_compiler
+from torchinstruments.ranks.step_hooks import CALLER_DEPTH, StepHooks
 from torchinstruments.records import Evidence, Outcome
 
 __all__ = ["KnownOptimizer", "OptimizerWatch", "StepListener", "first_lr", "unwrapped"]
@@ -130,24 +129,22 @@ class OptimizerWatch:
         self._known: dict[int, KnownOptimizer] = {}
         self._next_key = 0
         self._outermost: _Call | None = None
-        self._handles: list[Any] = []
+        self._hooks = StepHooks(self._step_started, self._step_ended)
+        self._is_attached = False
 
     def attach(self) -> None:
-        """Registers the global hooks. Attaching twice is attaching once."""
-        if self._handles:
+        """Begins to see steps. Attaching twice is attaching once."""
+        if self._is_attached:
             return
+        self._is_attached = True
         self._pid = os.getpid()
         self._clock.ask_whether_running(self._is_running)
-        self._handles = [
-            register_optimizer_step_pre_hook(self._step_started),
-            register_optimizer_step_post_hook(self._step_ended),
-        ]
+        self._hooks.attach()
 
     def detach(self) -> None:
-        """Removes the global hooks and forgets every optimizer."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Sees no step any more and forgets every optimizer."""
+        self._hooks.detach()
+        self._is_attached = False
         self._clock.ask_whether_running(None)
         self._known.clear()
 
@@ -177,13 +174,13 @@ class OptimizerWatch:
         return entry if entry.belongs else None
 
     def _step_started(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler() or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
         try:
             entry = self.known(optimizer)
             if entry is None:
                 return
-            caller = sys._getframe(1)  # noqa: SLF001
+            caller = sys._getframe(CALLER_DEPTH)  # noqa: SLF001
             # The caller's own frame may have the address of one that an exception has left.
             if self._outermost is not None and not self._outermost.is_below(caller.f_back):
                 self._outermost = None
@@ -200,7 +197,7 @@ class OptimizerWatch:
             self._report(error)
 
     def _step_ended(self, optimizer: Optimizer, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler() or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
         try:
             # The verdict of the step's start holds for its end.
@@ -212,7 +209,7 @@ class OptimizerWatch:
             entry.num_ended += 1
             if self.listener is not None:
                 self.listener.step_ended(optimizer)
-            if self._outermost is not None and self._outermost.address == id(sys._getframe(1)):  # noqa: SLF001
+            if self._outermost is not None and self._outermost.address == id(sys._getframe(CALLER_DEPTH)):  # noqa: SLF001
                 self._outermost = None
             outcome, evidence = Outcome.APPLIED, Evidence.OPTIMIZER_HOOK
             entry.decides_on_device = _decides_on_device(optimizer, kwargs)
