@@ -39,8 +39,15 @@ def bullets(lines: Iterable[str]) -> str:
 
 def column_type(field: pa.Field) -> str:
     """Returns the type of a column as pages name it; ``?`` where it may be null."""
-    kind = "time, UTC" if pa.types.is_timestamp(field.type) else str(field.type)
+    kind = _kind(field.type)
     return f"{kind} ?" if field.nullable else kind
+
+
+def _kind(kind: pa.DataType) -> str:
+    if pa.types.is_timestamp(kind):
+        return "time, UTC"
+    # Angle brackets would be markup.
+    return f"list of {_kind(kind.value_type)}" if pa.types.is_list(kind) else str(kind)
 
 
 def _cut(text: str, most_bytes: int) -> str:
