@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import polars as pl
 import torch
@@ -25,7 +24,7 @@ from torch.nn import functional as F  # noqa: N812  the name that everybody know
 from torch.nn.parallel import DistributedDataParallel
 
 from torchinstruments import EveryNStepsSampler, MergeResult, inject_observer, merge_run, remove_observer
-from torchinstruments.merge.answers import HeldValue
+from torchinstruments.merge import HeldValue
 
 FAULT_STEP = 5
 FAULTS = {
@@ -120,9 +119,9 @@ def answer(fault: str, merged: MergeResult) -> str:
         assert first is not None
         return f"rank {first.ranks}, attempt {first.attempt}: {first.layer} {first.signal}, {first.phase}"
     if fault == "slow loader":
-        result: dict[str, Any] = merged.to_dict()
-        late = result["own_work"]["generations"][0]["latest"]
-        return f"rank {late['rank']}: late by its own work, {late['late_by_s'] * 1000:.0f} ms an attempt"
+        late = merged.own_work[0].latest
+        assert late is not None
+        return f"rank {late.rank}: late by its own work, {late.late_by_s * 1000:.0f} ms an attempt"
     diverged = merged.first_divergence
     assert diverged is not None
     if fault == "bit flip":

@@ -1,5 +1,6 @@
 """The rank that is late by its own work, told apart from those that wait for it."""
 
+import dataclasses
 import math
 from pathlib import Path
 from statistics import median, median_low
@@ -72,6 +73,26 @@ def test_the_late_rank_is_told_from_those_that_wait(tmp_path: Path) -> None:
     assert record["attempt_s_median_of_ranks"] == pytest.approx(median_low(lengths))
     assert latest["share_of_attempt"] == pytest.approx(latest["late_by_s"] / median_low(lengths))
     assert [one["rank"] for one in record["ranks"]] == sorted(gaps, key=lambda rank: (-gaps[rank], rank))
+
+
+def test_the_answer_has_types(tmp_path: Path) -> None:
+    """A generation that cannot be judged says why; of another the late rank stands with its seconds."""
+    run = RunFolder(tmp_path / "run", world_size=3).run()
+    training(run, {0: 0.01, 1: 0.2, 2: 0.01})
+    training(run, {0: 0.01}, generation=1)
+    merged = merge_run(run.url)
+    judged, other = merged.own_work
+    section: Any = merged.result["own_work"]
+    assert (judged.generation, judged.judged, judged.late_ranks, judged.waiting_ranks) == (
+        0,
+        True,
+        "1",
+        "0,2",
+    )
+    assert judged.latest is not None
+    assert dataclasses.asdict(judged.latest) == section["generations"][0]["latest"]
+    assert (judged.latest.rank, round(judged.latest.late_by_s, 2)) == (1, 0.19)
+    assert (other.judged, other.unavailable_reason, other.latest) == (False, "single_rank", None)
 
 
 def test_ranks_that_differ_by_little_are_not_late(tmp_path: Path) -> None:

@@ -1,7 +1,42 @@
 """Offline: one answer from the folders of many ranks."""
 
+from torchinstruments.merge.answers import (
+    Alignment,
+    CheckFinding,
+    Coverage,
+    Divergence,
+    Extremum,
+    FirstNonfinite,
+    FirstSeen,
+    HeldValue,
+    LateRank,
+    OwnWork,
+    SetAsideFile,
+    StepDifference,
+    StepDisagreement,
+    WidestSeries,
+)
 from torchinstruments.merge.compare_runs import RunComparison, compare_runs
 from torchinstruments.merge.engine import merge_run
 from torchinstruments.merge.result import MergeResult
 
-__all__ = ["MergeResult", "RunComparison", "compare_runs", "merge_run"]
+__all__ = [
+    "Alignment",
+    "CheckFinding",
+    "Coverage",
+    "Divergence",
+    "Extremum",
+    "FirstNonfinite",
+    "FirstSeen",
+    "HeldValue",
+    "LateRank",
+    "MergeResult",
+    "OwnWork",
+    "RunComparison",
+    "SetAsideFile",
+    "StepDifference",
+    "StepDisagreement",
+    "WidestSeries",
+    "compare_runs",
+    "merge_run",
+]

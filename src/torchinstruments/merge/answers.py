@@ -18,6 +18,8 @@ __all__ = [
     "FirstNonfinite",
     "FirstSeen",
     "HeldValue",
+    "LateRank",
+    "OwnWork",
     "SetAsideFile",
     "StepDifference",
     "StepDisagreement",
@@ -188,6 +190,50 @@ class FirstNonfinite:
     stage: str
     tensor_path: str
     nonfinite_fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class LateRank:
+    """The rank of a generation that is latest by its own work.
+
+    Attributes:
+        rank: The rank.
+        host: Its host; None where no generation record names it.
+        gap_s: Median seconds over its attempts, from the end of one to the next forward.
+        other_s: Median seconds in forward, backward and optimizer together, with what it waits there.
+        late_by_s: `gap_s` against the median of ranks.
+        late_by_mads: The same in multiples of the median deviation of ranks; None where that is 0.
+        share_of_attempt: The same as a share of an attempt's time.
+    """
+
+    rank: int
+    host: str | None
+    gap_s: float
+    other_s: float
+    late_by_s: float
+    late_by_mads: float | None
+    share_of_attempt: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnWork:
+    """Which ranks of a generation are late by their own work, and which wait for them.
+
+    Attributes:
+        generation: Generation.
+        judged: Whether the times of its ranks could be held beside each other.
+        unavailable_reason: Why not; empty where they could.
+        late_ranks: Set of ranks that are late, as text.
+        waiting_ranks: Set of ranks that wait for them.
+        latest: The latest rank, where it is late.
+    """
+
+    generation: int
+    judged: bool
+    unavailable_reason: str
+    late_ranks: str
+    waiting_ranks: str
+    latest: LateRank | None
 
 
 @dataclass(frozen=True, slots=True)

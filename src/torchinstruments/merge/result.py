@@ -13,6 +13,7 @@ from torchinstruments.merge.answers import (
     Coverage,
     Divergence,
     FirstNonfinite,
+    OwnWork,
     StepDisagreement,
     WidestSeries,
     answer,
@@ -106,6 +107,11 @@ class MergeResult:
     def check_findings(self) -> tuple[CheckFinding, ...]:
         """What training checks found, one a severity, code and check, gravest first; at most a hundred."""
         return answers(self.result["findings"], "by_code", CheckFinding)
+
+    @property
+    def own_work(self) -> tuple[OwnWork, ...]:
+        """Which ranks are late by their own work, generation by generation."""
+        return answers(self.result["own_work"], "generations", OwnWork)
 
     @property
     def widest(self) -> tuple[WidestSeries, ...]:
