@@ -25,6 +25,8 @@ from unit.observe.memory import MemorySession, Recorder, num_hooks, observe, tra
 OWN = str(Path(torchinstruments.__file__).parent)
 LIFECYCLE = (
     "/observe/probe.py",
+    "/observe/choice.py",
+    "/observe/handover.py",
     "/observe/capture.py",
     "/observe/hooks.py",
     "/observe/bypass.py",
