@@ -28,6 +28,8 @@ LIFECYCLE = (
     "/observe/choice.py",
     "/observe/handover.py",
     "/observe/capture.py",
+    "/observe/placement.py",
+    "/observe/layer_calls.py",
     "/observe/hooks.py",
     "/observe/bypass.py",
     "/observe/slots.py",
