@@ -16,10 +16,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from torchinstruments.config import CompiledMode, ErrorPolicy, HistoryConfig, Unset
-from torchinstruments.enrolment import Destination
 from torchinstruments.errors import ConfigurationError, TorchInstrumentsError
 from torchinstruments.observe.observation import DEFAULT_SIGNALS
 from torchinstruments.observe.sampling import SamplingPolicy, TimedSampler, describe, validate_sampler
+from torchinstruments.rank_place import Destination
 from torchinstruments.ranks.loss_scale import DeclaredScale
 from torchinstruments.ranks.optimizers import unwrapped
 from torchinstruments.ranks.policy import Policy, parse_policy

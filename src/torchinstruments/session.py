@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 
 from torchinstruments.config import ErrorPolicy, HistoryConfig
 from torchinstruments.enrolment import (
-    Destination,
     Enrolment,
     RunPlan,
     can_agree,
@@ -26,6 +25,7 @@ from torchinstruments.errors import ConfigurationError, TorchInstrumentsError
 from torchinstruments.observe.aligned import AlignedSampler
 from torchinstruments.observe.emptiness import likely_reason
 from torchinstruments.observe.unseen import CHECKPOINTED, TRACING
+from torchinstruments.rank_place import Destination
 from torchinstruments.ranks.identity import configured_run_id, discover, world_of_one
 from torchinstruments.ranks.mesh import MeshPlace
 from torchinstruments.records import (

@@ -9,8 +9,9 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from torchinstruments.config import HistoryConfig
-from torchinstruments.enrolment import MAX_DIRECT_WORLD_SIZE, Enrolment
+from torchinstruments.enrolment import Enrolment
 from torchinstruments.observe.aligned import AlignedSampler
+from torchinstruments.rank_place import MAX_DIRECT_WORLD_SIZE
 from torchinstruments.ranks.policy import Policy
 from torchinstruments.ranks.rendezvous import Agreement
 from torchinstruments.ranks.timetable import ScheduleThread, schedule
