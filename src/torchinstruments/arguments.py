@@ -14,10 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchinstruments.config import CompiledMode, ErrorPolicy, HistoryConfig, Unset
-from torchinstruments.enrolment import Destination
 from torchinstruments.errors import ConfigurationError, TorchInstrumentsError
 from torchinstruments.observe.observation import DEFAULT_SIGNALS
 from torchinstruments.observe.sampling import SamplingPolicy, TimedSampler, describe, validate_sampler
+from torchinstruments.rank_place import Destination
 from torchinstruments.ranks.declared_scale import DeclaredScale, declared_scale_of
 from torchinstruments.ranks.optimizers import unwrapped
 from torchinstruments.ranks.policy import Policy, parse_policy

@@ -5,20 +5,15 @@ configured wrongly raises there on all ranks alike. Else it waits: the first roo
 process is, and a thread enrols while samples queue. From then on nothing here raises.
 """
 
-import atexit
-import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 
 from torchinstruments.config import ErrorPolicy, HistoryConfig
 from torchinstruments.enrolment import (
-    MAX_DIRECT_WORLD_SIZE,
-    Destination,
     Enrolment,
     RunPlan,
     can_agree,
@@ -30,10 +25,9 @@ from torchinstruments.errors import ConfigurationError, TorchInstrumentsError
 from torchinstruments.observe.aligned import AlignedSampler
 from torchinstruments.observe.emptiness import likely_reason
 from torchinstruments.observe.unseen import CHECKPOINTED, TRACING
+from torchinstruments.rank_place import Destination
 from torchinstruments.ranks.identity import configured_run_id, discover, world_of_one
 from torchinstruments.ranks.mesh import MeshPlace
-from torchinstruments.ranks.rendezvous import Agreement
-from torchinstruments.ranks.timetable import ScheduleThread, schedule
 from torchinstruments.records import (
     ChecksRecord,
     ClosedAttempt,
@@ -43,17 +37,14 @@ from torchinstruments.records import (
     ErrorRecord,
     Identity,
     ModuleRecord,
-    error_text,
 )
-from torchinstruments.sinks.delivery import EXIT_TIMEOUT_S, Delivery, others_may_train
-from torchinstruments.sinks.directory import RankFolderSink
-from torchinstruments.sinks.event_files import HistogramFiles, open_histogram_files
+from torchinstruments.session_exit import finish_at_exit, tell_at_exit
+from torchinstruments.session_running import Running
+from torchinstruments.sinks.delivery import Delivery
 from torchinstruments.sinks.sink import Sink
 from torchinstruments.store.filesystem import redact
-from torchinstruments.store.spool_folder import LOG as UPLOADER_LOG
-from torchinstruments.store.writer import RankWriter
 from torchinstruments.termination import unwatch, watch
-from torchinstruments.warning_place import warn_user
+from torchinstruments.user_warnings import UserWarnings, lateness
 
 __all__ = ["AGREEMENT_TIMEOUT_S", "CLOSE_TIMEOUT_S", "FLUSH_TIMEOUT_S", "RunSession"]
 
@@ -65,8 +56,6 @@ CLOSE_TIMEOUT_S = 60.0
 
 FLUSH_TIMEOUT_S = 60.0
 """For which `RunSession.flush` waits where the caller says nothing."""
-
-_LOGGER = logging.getLogger("torchinstruments")
 
 
 class RunSession:
@@ -100,36 +89,29 @@ class RunSession:
         aligned: AlignedSampler | None = None,
         mesh: Callable[[], MeshPlace] = MeshPlace,
     ) -> None:
-        self._aligned = aligned
         self._mesh = mesh
-        self._schedule: ScheduleThread | None = None
-        self._sinks = tuple(sinks)
         self._process = process
         self._device = device
         self._destination = destination
         self._plan = plan
-        self._history = history
-        self._warns = error_policy is not ErrorPolicy.IGNORE
+        self._warnings = UserWarnings(are_wanted=error_policy is not ErrorPolicy.IGNORE)
         self._channel = channel
-        self._source: Callable[[], Counters] = Counters
         self._finish_counting: Callable[[], Callable[[], None] | None] = _nothing
         self._pause: Callable[[], Callable[[int], None] | None] = _nothing
-        self._delivery = Delivery(self._storage_failed)
-        self._writer: RankWriter | None = None
+        self._delivery = Delivery(self._warnings.storage_failed)
+        self._running = Running(self._delivery, history, plan.policy, sinks, aligned)
         self._identity: Identity | None = None
         self._enrolment: Enrolment | None = None
         self._enrolling: threading.Thread | None = None
         # A thread may close while another one's first forward begins; so may a signal handler in it.
         self._beginning = threading.RLock()
         self._observing = True
-        self._wants_histograms = True
-        self._warned: set[str] = set()
         self._is_closed = False
         self._is_abandoned = False
         self._is_enrolled = False
         self._end_lock = threading.RLock()  # garbage collection may abandon a session while this is held
         self._attached_s = time.monotonic()
-        _ALIVE.add(self)
+        tell_at_exit(self)
 
     @property
     def url(self) -> str:
@@ -150,7 +132,7 @@ class RunSession:
 
     def count_with(self, source: Callable[[], Counters]) -> None:
         """Takes what tells the training side's counters, for the manifest."""
-        self._source = source
+        self._running.source = source
 
     def fetch_with(self, overdue: Callable[[float], Sequence[ClosedAttempt]]) -> None:
         """Takes what returns the attempts that have waited long for their end, called in the writer thread.
@@ -213,12 +195,12 @@ class RunSession:
         except TorchInstrumentsError as error:
             self._observing = False
             self._identity = world_of_one(self._process, self._device)
-            self._warn("begin", f"nothing is observed: {error}")
+            self._warnings.warn("begin", f"nothing is observed: {error}")
             return False
         enrolling = threading.Thread(
             target=self._enrol_in_background, name="torchinstruments-enrolment", daemon=True
         )
-        _WAITING.add(self)
+        finish_at_exit(self)
         if self._observing:
             watch(self)
         # Not known before it runs: it cannot be waited for until then.
@@ -231,7 +213,7 @@ class RunSession:
 
         True until the ranks have agreed who leads: what is taken before that may be kept by nobody.
         """
-        return self._wants_histograms
+        return self._running.wants_histograms
 
     def put_sample(self, sample: DeferredSample) -> None:
         """Takes one delivery of a sample (training thread, hot path)."""
@@ -259,8 +241,7 @@ class RunSession:
 
     def counters(self, observed: Counters) -> Counters:
         """Returns what the observer counted together with what was stored and dropped here (any thread)."""
-        writer = self._writer
-        return writer.counters() if writer is not None else self._with_delivery(observed)
+        return self._running.counters(observed)
 
     def pending_error(self) -> BaseException | None:
         """Returns the first error of a sink or of the storage that was not returned yet (training thread)."""
@@ -289,8 +270,7 @@ class RunSession:
 
     def _close(self, timeout_s: float | None) -> bool:
         """Does what `close` does the first time."""
-        if self._schedule is not None:
-            self._schedule.stop()
+        self._running.stop_schedule()
         wait_s = CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
         self._say_if_empty()
         self.begin()
@@ -302,34 +282,22 @@ class RunSession:
         arrived = self._delivery.close(wait_s)
         emptiness = self._delivery.emptiness
         if emptiness:
-            self._warn("no value", f"the run has samples, but not one value: {emptiness}")
-        dropped = self.counters(self._source()).rows_dropped
+            self._warnings.warn("no value", f"the run has samples, but not one value: {emptiness}")
+        dropped = self.counters(self._running.source()).rows_dropped
         if dropped:
-            self._warn(
+            self._warnings.warn(
                 "dropped", f"{dropped} rows of history were given up; the manifest in {self.url} says why"
             )
         # A sink that ends the run is answered before the end; what fails then is told by itself.
         if not arrived and self._observing and not dropped and not self._delivery.on_writer_thread:
-            self._warn("late", self._lateness("" if enrolment is None else enrolment.spool_path))
+            self._warnings.warn("late", lateness(self.url, "" if enrolment is None else enrolment.spool_path))
         return arrived
-
-    def _lateness(self, spool_path: str) -> str:
-        """Returns what is said where not everything has arrived at the close."""
-        if not spool_path:
-            return f"not everything reached {self.url}; its manifest says what was given up"
-        log = Path(spool_path).parent / UPLOADER_LOG
-        return (
-            f"not everything has reached {self.url} yet; the rest lies in {spool_path} and is still carried, "
-            f"by an uploader that keeps the endpoint and credentials it was started with; if {log} says that "
-            f"they are wrong, carry it with others: torchinstruments upload {spool_path}"
-        )
 
     def abandon(self) -> None:
         """Ends the run without waiting, for a model that is gone without remove_observer (any thread)."""
         if not self._is_closed:
             self._is_closed = True
-            if self._schedule is not None:
-                self._schedule.stop(0.0)
+            self._running.stop_schedule(0.0)
             with self._end_lock:
                 self._is_abandoned = True
                 has_begun = self._enrolling is None or self._is_enrolled
@@ -348,7 +316,7 @@ class RunSession:
         leaves is lost with the process, and nobody is warned of that (a thread of its own).
         """
         end_s = time.monotonic() + timeout_s
-        self._warns = False
+        self._warnings.silence()
         pause = self._pause()
         if pause is not None:
             pause(1)
@@ -368,7 +336,7 @@ class RunSession:
         self._delivery.close(max(end_s - time.monotonic(), 0.0), complete=False)
 
     def _say_if_empty(self) -> None:
-        counted = self._source()
+        counted = self._running.source()
         if self._observing and counted.samples == 0 and counted.missed == 0:
             elapsed_s = time.monotonic() - self._attached_s
             reason = likely_reason(
@@ -377,9 +345,9 @@ class RunSession:
                 elapsed_s=elapsed_s,
                 traced=counted.errors.get(TRACING, 0),
                 checkpointed=counted.errors.get(CHECKPOINTED, 0),
-                agreeing_s=0.0 if self._schedule is None else self._schedule.agreeing_s,
+                agreeing_s=self._running.agreeing_s,
             )
-            self._warn("empty", f"the run has no sample: {reason}")
+            self._warnings.warn("empty", f"the run has no sample: {reason}")
 
     def tell_open_attempt(self) -> None:
         """Has the attempt that is open left here; other threads may still train (at interpreter exit)."""
@@ -392,11 +360,11 @@ class RunSession:
         if self._enrolling is None:
             return
         self._enrolling.join(timeout_s)
-        if self._enrolling.is_alive() and self._source().samples:
-            self._warn(
+        if self._enrolling.is_alive() and (samples := self._running.source().samples):
+            self._warnings.warn(
                 "exit",
                 f"the program ended before the run's folder {self.url} could be claimed, so its "
-                f"{self._source().samples} samples are lost; call remove_observer(model) before the end",
+                f"{samples} samples are lost; call remove_observer(model) before the end",
             )
 
     def _settle(self, identity: Identity) -> Identity:
@@ -457,7 +425,7 @@ class RunSession:
             raise_failure(enrolment.claim)
             self._start(identity, enrolment)
         except Exception as error:  # noqa: BLE001 - training goes on whatever the store says
-            self._warn("enrolment", f"nothing is kept of rank {identity.rank}: {error}")
+            self._warnings.warn("enrolment", f"nothing is kept of rank {identity.rank}: {error}")
         with self._end_lock:
             self._is_enrolled = True
             is_abandoned = self._is_abandoned
@@ -466,148 +434,16 @@ class RunSession:
             self._delivery.close(0.0, complete=False)
 
     def _start(self, identity: Identity, enrolment: Enrolment) -> None:
-        """Starts the writer thread, on a rank that observes and has a place to write."""
+        """Starts what runs on a rank that observes, and says what is to be said of the enrolment."""
         for notice in enrolment.notices:
-            self._warn(notice, notice)
+            self._warnings.warn(notice, notice)
         if not self._observing:
             return
-        self._start_schedule(identity, enrolment.agreement)
-        if enrolment.target is None:
-            return
-        self._writer = RankWriter(
-            identity,
-            enrolment.claim,
-            self._history,
-            enrolment.target,
-            counters=self._training_counters,
-            report=self._delivery.report,
-            spool_path=enrolment.spool_path,
-        )
-        histograms = self._open_histogram_files(identity, enrolment)
-        # Any sink of the user may read them.
-        self._wants_histograms = histograms is not None or bool(self._sinks)
-        folder = RankFolderSink(
-            self._writer,
-            enrolment.copy_folder,
-            histograms=histograms,
-            report=self._delivery.report,
-        )
-        self._delivery.start(enrolment.run, [folder, *self._sinks], identity=identity, claim=enrolment.claim)
-
-    def _start_schedule(self, identity: Identity, agreement: Agreement) -> None:
-        """Starts the thread that keeps time-based samples at forwards which all ranks have in common."""
-        if self._aligned is None:
-            return
-        if self._plan.policy.chooses_one:
-            self._aligned.go_alone()
-            return
-        self._schedule = schedule(
-            self._aligned,
-            identity,
-            agreement,
-            first_rank=self._plan.policy.first_rank,
-            on_error=self._schedule_ended,
-        )
-        if self._schedule is None:
-            self._aligned.go_alone()
-        elif self._is_closed:
-            return
-        else:
-            self._schedule.start()
-
-    def _schedule_ended(self, error: Exception) -> None:
-        self.put_error(
-            ErrorRecord(
-                "alignment",
-                "",
-                type(error).__name__,
-                f"this rank samples by its own time from here on: {error}"[:500],
-                datetime.now(UTC).isoformat(timespec="milliseconds"),
-            )
-        )
-
-    def _open_histogram_files(self, identity: Identity, enrolment: Enrolment) -> HistogramFiles | None:
-        """Returns what writes TensorBoard files; in a large world the leader's alone are kept."""
-        if enrolment.target is None or (
-            identity.world_size > MAX_DIRECT_WORLD_SIZE and not enrolment.agreement.leader
-        ):
-            return None
-        return open_histogram_files(enrolment.target, enrolment.copy_folder, identity, enrolment.claim)
-
-    def _training_counters(self) -> Counters:
-        return self._with_delivery(self._source())
-
-    def _with_delivery(self, observed: Counters) -> Counters:
-        return replace(
-            observed,
-            rows_dropped=observed.rows_dropped + self._delivery.rows_dropped,
-            writer_s=self._delivery.writer_s,
-        )
-
-    def _storage_failed(self, probe: str, error: BaseException) -> None:
-        """Warns once a kind of what failed in the writer thread; it is in the manifest already."""
-        kind = f"{probe}:{type(error).__name__}"
-        text = error_text(error)
-        what = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        self._warn(kind, f"{probe} failed: {what}; training goes on")
-
-    def _warn(self, kind: str, sentence: str) -> None:
-        """Warns once a kind; where warnings are errors it is logged instead, for training must go on."""
-        if not self._warns or kind in self._warned or len(self._warned) > _MAX_KINDS:
-            return
-        self._warned.add(kind)
-        try:
-            warn_user(f"torchinstruments: {sentence}")
-        except Exception:  # noqa: BLE001 - a filter turned it into an exception
-            _LOGGER.warning("torchinstruments: %s", sentence)
+        self._running.start(identity, enrolment)
 
 
-_MAX_KINDS = 100
-_ALIVE: "weakref.WeakSet[RunSession]" = weakref.WeakSet()
 _OPEN: "weakref.WeakSet[RunSession]" = weakref.WeakSet()
-_WAITING: "weakref.WeakSet[RunSession]" = weakref.WeakSet()
 
 
 def _nothing() -> None:
     """Stands for an observer that is not there yet."""
-
-
-def _finish_after_main() -> None:
-    """Lets what a first forward began come to its end, before the writer threads are asked to finish.
-
-    The open attempt is left to `_finish_at_exit` where a thread may still train.
-    """
-    if not others_may_train():
-        _tell_open_attempts()
-    _finish_enrolments()
-
-
-def _finish_at_exit() -> None:
-    """Does the same for what threads did that outlived the main one."""
-    _tell_open_attempts()
-    _finish_enrolments()
-
-
-def _tell_open_attempts() -> None:
-    """Has the attempts that are open left with the writer threads."""
-    for session in list(_ALIVE):
-        try:
-            session.tell_open_attempt()
-        except Exception as error:  # noqa: BLE001 - the other sessions have theirs to tell
-            _LOGGER.warning("torchinstruments: the last attempt of %s is lost: %s", session.url, error)
-
-
-def _finish_enrolments() -> None:
-    """Waits for enrolments that are still going on."""
-    end_s = time.monotonic() + EXIT_TIMEOUT_S
-    for session in list(_WAITING):
-        session.finish_enrolment(max(end_s - time.monotonic(), 0.0))
-
-
-# Hooks run in the reverse order of their registration: these before those of the delivery threads.
-atexit.register(_finish_at_exit)
-try:
-    threading._register_atexit(_finish_after_main)  # type: ignore[attr-defined]  # noqa: SLF001
-except (AttributeError, RuntimeError):
-    # Not every Python has it, and after the main thread's end it takes none.
-    atexit.register(_finish_after_main)

@@ -8,8 +8,6 @@ import pytest
 
 from torchinstruments import enrolment
 from torchinstruments.enrolment import (
-    MAX_DIRECT_WORLD_SIZE,
-    Destination,
     Enrolment,
     RunPlan,
     _notices,
@@ -19,6 +17,7 @@ from torchinstruments.enrolment import (
     try_destination,
 )
 from torchinstruments.errors import ConfigurationError, StorageDeniedError, StorageNotFoundError
+from torchinstruments.rank_place import MAX_DIRECT_WORLD_SIZE, Destination
 from torchinstruments.ranks.policy import parse_policy
 from torchinstruments.ranks.rendezvous import Agreement
 from torchinstruments.records import Claim, Identity

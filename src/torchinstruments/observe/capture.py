@@ -7,16 +7,13 @@ The hooks are there for this forward and this thread alone, so that a forward th
 nothing, and the recomputation of activation checkpointing meets none. A value is reduced inside the hook, for
 an in-place operation may change it right afterwards. They come last among a layer's hooks: where another
 tool's hook replaces an input or an output, what is measured is what the layer, or the next one, is given.
-
-A call gets its ordinal when its output is seen, and where inputs are measured, when its input is: of a module
-that calls itself the numbers differ by that.
 """
 
 import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -29,8 +26,9 @@ from torchinstruments.observe.engine import is_in_backward
 from torchinstruments.observe.faults import Faults, Tally, too_deep
 from torchinstruments.observe.fused import FusedRegion
 from torchinstruments.observe.gradients import GradientTracker, SampleGradients
-from torchinstruments.observe.hooks import LayerHook, LayerPreHook, take_out
+from torchinstruments.observe.hooks import LayerHook, LayerPreHook
 from torchinstruments.observe.intake import Intake
+from torchinstruments.observe.layer_calls import LayerCalls
 from torchinstruments.observe.leaves import tensors_given, tensors_in
 from torchinstruments.observe.observation import (
     Call,
@@ -46,9 +44,10 @@ from torchinstruments.observe.parameters import (
     lack_gradients,
     take_parameters,
 )
+from torchinstruments.observe.placement import Placement
 from torchinstruments.observe.selection import Layer
 from torchinstruments.observe.sharding import NOT_SHARDED, Sharding
-from torchinstruments.observe.slots import CallSlot, LayerSlot, RegionSlot
+from torchinstruments.observe.slots import LayerSlot, RegionSlot
 from torchinstruments.observe.stack import is_in_reentrant_checkpoint
 from torchinstruments.records import (
     Execution,
@@ -70,33 +69,6 @@ _COMPILED_FUNCTION = Reason.INSIDE_COMPILED.with_detail(
 )
 _TAKES_NO_HOOK = (Reason.UNSUPPORTED_LAYOUT.value, Reason.META_TENSOR.value, Reason.GRAPH_CAPTURE.value)
 """Why neither an output nor its gradient is measured: there is no real tensor to hook, or not now."""
-
-
-@dataclass(slots=True)
-class _Progress:
-    """What a sampled forward has come to.
-
-    Attributes:
-        calls: Calls by index of the layer, those among them of which nothing could be seen.
-        begun: Calls whose inputs were taken and whose outputs were not yet, innermost last.
-        unseen: Indices of the layers whose calls cannot be seen, of which that is said already.
-        fired: Indices of the layers that were called, in the order of their first calls.
-        hooks: On layers, each with its module.
-        slots: On layers that must not have hooks, and overrides of layers, for direct forwards.
-        gradients: Those that may come.
-        parameters: Those whose gradients may come.
-        collection_s: Seconds that it took.
-    """
-
-    calls: dict[int, int] = field(default_factory=dict)
-    begun: dict[int, list[Call]] = field(default_factory=dict)
-    unseen: set[int] = field(default_factory=set)
-    fired: dict[int, None] = field(default_factory=dict)
-    hooks: dict[LayerHook | LayerPreHook, nn.Module] = field(default_factory=dict)
-    slots: dict[CallSlot | ForwardOverride, None] = field(default_factory=dict)
-    gradients: SampleGradients | None = None
-    parameters: ParameterGradients | None = None
-    collection_s: float = 0.0
 
 
 class SampledForward:
@@ -152,7 +124,12 @@ class SampledForward:
         self._follows_outputs = not self._signals.isdisjoint(_OF_OUTPUTS)
         self._part = tracker.recipe.part(ordinal, self._tally.fail)
         self._intake = Intake(self._part, self._signals, self._tally)
-        self._progress = _Progress()
+        self._placement = Placement()
+        self._calls = LayerCalls(execution, sharding, grad_enabled=position.grad_enabled)
+        self._unseen: set[int] = set()  # indices of layers of which that is said already
+        self._watched_gradients: SampleGradients | None = None
+        self._watched_parameters: ParameterGradients | None = None
+        self._collection_s = 0.0
         self._ends = itertools.count()
         self.num_too_deep = 0
         """Hooks of it that the stack had no room for."""
@@ -161,7 +138,7 @@ class SampledForward:
     @property
     def order(self) -> tuple[int, ...]:
         """Indices of the layers that were called, in the order of their first calls."""
-        return tuple(self._progress.fired)
+        return tuple(self._calls.fired)
 
     def attach(self, compiled: CompiledParts, replicated: frozenset[int] | None = None) -> None:
         """Hooks the layers (training thread, hot path).
@@ -172,8 +149,9 @@ class SampledForward:
         """
         started_s = time.perf_counter()
         thread = threading.get_ident()
-        hookless = frozenset(layer.index for region in self._regions for layer in region.hookless)
         own = frozenset(region.own.index for region in self._regions if region.own is not None)
+        hookless = frozenset(layer.index for region in self._regions for layer in region.inside) - own
+        takes_input = Signal.INPUT in self._signals
         for layer in self._layers:
             if layer.is_root:
                 continue
@@ -185,52 +163,23 @@ class SampledForward:
                     self._note_unseen(layer, Reason.INSIDE_COMPILED, Execution.INSIDE_COMPILED)
                     continue
                 if id(layer.watched) in compiled.inside:
-                    self._install(LayerSlot(layer.watched, self, thread, layer))
+                    self._placement.install(LayerSlot(layer.watched, self, thread, layer))
                     continue
-                if layer.index not in own:
-                    self._watch(layer, thread, takes_hook=layer.index not in hookless)
+                if layer.index in hookless:
+                    self._placement.install(LayerSlot(layer.watched, self, thread, layer))
+                elif layer.index not in own:
+                    pre_hook = LayerPreHook(self, layer, thread) if takes_input else None
+                    self._placement.hook(layer.watched, pre_hook, LayerHook(self, layer, thread))
                 if replicated is not None and id(layer.watched) not in replicated:
-                    override = ForwardOverride(layer.watched, DirectLayer(self, layer, thread))
-                    self._progress.slots[override] = None
-                    override.install(clean_copies=False)
-                    if self._is_over:
-                        override.remove()
+                    self._placement.override(ForwardOverride(layer.watched, DirectLayer(self, layer, thread)))
             except Exception as error:  # noqa: BLE001 - one layer may not cost the others
                 self._tally.layer = layer.name
                 self._tally.fail(_PROBE, error)
         for region in self._regions:
             if id(region.module) not in compiled.inside and not region.is_root:
-                self._install(RegionSlot(region, self, thread))
+                self._placement.install(RegionSlot(region, self, thread))
         self._take_parameters(compiled)
-        self._progress.collection_s += time.perf_counter() - started_s
-
-    def _watch(self, layer: Layer, thread: int, *, takes_hook: bool) -> None:
-        """Has the calls of a layer seen.
-
-        What is placed is noted before, for an interrupt may come in between, and taken out again where
-        another thread has ended the forward meanwhile.
-        """
-        if takes_hook:
-            if Signal.INPUT in self._signals:
-                pre_hook = LayerPreHook(self, layer, thread)
-                self._progress.hooks[pre_hook] = layer.watched
-                layer.watched.register_forward_pre_hook(pre_hook, with_kwargs=True)
-                if self._is_over:
-                    take_out(layer.watched, pre_hook)
-            hook = LayerHook(self, layer, thread)
-            self._progress.hooks[hook] = layer.watched
-            layer.watched.register_forward_hook(hook)
-            if self._is_over:
-                take_out(layer.watched, hook)
-        else:
-            self._install(LayerSlot(layer.watched, self, thread, layer))
-
-    def _install(self, slot: CallSlot) -> None:
-        """Puts a slot into its module, to be taken out at the end."""
-        self._progress.slots[slot] = None
-        slot.install()
-        if self._is_over:
-            slot.remove()
+        self._collection_s += time.perf_counter() - started_s
 
     def _take_parameters(self, compiled: CompiledParts) -> None:
         """Measures the layers' parameters as the forward finds them, and has their gradients watched."""
@@ -241,7 +190,7 @@ class SampledForward:
             self._tally.layer = layer.name
             is_hidden = compiled.hides(layer.watched)
             execution = Execution.INSIDE_COMPILED if is_hidden else self._execution
-            call = self._unseen_call(layer, execution)
+            call = self._calls.unseen(layer, execution)
             if Signal.PARAMETER in wanted and self._intake.has_room():
                 take_parameters(self._part, call, self._sharding.managed, self._tally)
             if self._parameters is None:
@@ -251,11 +200,11 @@ class SampledForward:
             if self._is_checkpointed:
                 lack_gradients(self._part, call, self._sharding.managed, Reason.REENTRANT_CHECKPOINT.value)
             elif self._position.grad_enabled:
-                if self._progress.parameters is None:
-                    self._progress.parameters = self._parameters.sampled(
+                if self._watched_parameters is None:
+                    self._watched_parameters = self._parameters.sampled(
                         self._position, self._grad_sync, self._sharding.managed
                     )
-                self._progress.parameters.expect(call, self._tally)
+                self._watched_parameters.expect(call, self._tally)
 
     def receive(self, layer: Layer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Measures what a layer is given; it never raises (training thread, hot path)."""
@@ -264,8 +213,7 @@ class SampledForward:
         started_s = time.perf_counter()
         self._tally.layer = layer.name
         try:
-            call = self._call(layer)
-            self._progress.begun.setdefault(layer.index, []).append(call)
+            call = self._calls.begin(layer)
             leaves = tensors_given(args, kwargs)
             self._intake.lack_inputs(call, leaves)
             for path, tensor in leaves.tensors:
@@ -275,7 +223,7 @@ class SampledForward:
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self._tally.fail(_PROBE, error)
         finally:
-            self._progress.collection_s += time.perf_counter() - started_s
+            self._collection_s += time.perf_counter() - started_s
 
     def observe(self, layer: Layer, output: object) -> None:
         """Measures an output of a layer; it never raises (training thread, hot path)."""
@@ -289,11 +237,11 @@ class SampledForward:
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self._tally.fail(_PROBE, error)
         finally:
-            self._progress.collection_s += time.perf_counter() - started_s
+            self._collection_s += time.perf_counter() - started_s
 
     def num_calls(self, region: FusedRegion) -> int:
         """Returns how many calls were seen inside a region so far (training thread, hot path)."""
-        return sum(self._progress.calls.get(layer.index, 0) for layer in region.inside)
+        return sum(self._calls.numbers.get(layer.index, 0) for layer in region.inside)
 
     def region_ended(self, region: FusedRegion, num_calls_before: int) -> None:
         """Notes of layers whether a call around them was fused; it never raises (training thread, hot path).
@@ -314,7 +262,7 @@ class SampledForward:
             output: What the model returned.
             model: The model; None where it is gone.
         """
-        if self._progress.parameters is not None:
+        if self._watched_parameters is not None:
             self._watch_returned(output)
         for region in self._regions:
             # Its slot is the permanent one, which saw the call before this forward began.
@@ -338,8 +286,8 @@ class SampledForward:
             for layer in self._layers
             if layer.takes_hooks
             and not layer.is_root
-            and layer.index not in self._progress.calls
-            and layer.index not in self._progress.unseen
+            and layer.index not in self._calls.numbers
+            and layer.index not in self._unseen
         ]
 
     def _note_compiled_functions(self, model: nn.Module) -> None:
@@ -353,7 +301,7 @@ class SampledForward:
         except Exception as error:  # noqa: BLE001 - an object of the user's may raise at any question
             self._tally.fail(_PROBE, error)
             return
-        self._progress.collection_s += time.perf_counter() - started_s
+        self._collection_s += time.perf_counter() - started_s
         self._note_absences(
             [layer for layer in waiting if id(layer.module) in inside],
             _COMPILED_FUNCTION,
@@ -368,9 +316,9 @@ class SampledForward:
         for layer in layers:
             if not self._intake.has_room():
                 break
-            call = self._call(layer)
+            call = self._calls.next(layer)
             self._intake.lack_call(call if execution is None else replace(call, execution=execution), reason)
-        self._progress.collection_s += time.perf_counter() - started_s
+        self._collection_s += time.perf_counter() - started_s
 
     def _watch_returned(self, output: object) -> None:
         """Has a backward through what the model returned taken for one of this sample."""
@@ -380,31 +328,13 @@ class SampledForward:
                 with unintercepted():
                     may_come = torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf
                 if may_come:
-                    seen = note_tensor(self._new_call(self._layers[0], 0), Signal.OUTPUT, path, tensor)
+                    seen = note_tensor(self._calls.new(self._layers[0], 0), Signal.OUTPUT, path, tensor)
                     if not seen.reason.startswith(_TAKES_NO_HOOK):
                         self._gradients().watch(tensor)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self._tally.fail("gradient", error)
         finally:
-            self._progress.collection_s += time.perf_counter() - started_s
-
-    def _call(self, layer: Layer) -> Call:
-        """Returns the next call of a layer."""
-        calls = self._progress.calls
-        call_index = calls.get(layer.index, 0)
-        calls[layer.index] = call_index + 1
-        return self._new_call(layer, call_index)
-
-    def _new_call(self, layer: Layer, call_index: int) -> Call:
-        """Returns a call of a layer as it is now."""
-        return Call(
-            layer=layer,
-            call_index=call_index,
-            mode="train" if layer.module.training else "eval",
-            grad_enabled=torch.is_grad_enabled(),
-            execution=self._execution,
-            plain_scope=self._sharding.scopes.of(layer.module),
-        )
+            self._collection_s += time.perf_counter() - started_s
 
     def end(self, *, failed: bool) -> tuple[Delivery, SampleGradients | None]:
         """Unhooks the layers and returns what was measured (training thread, hot path).
@@ -419,11 +349,11 @@ class SampledForward:
         """
         started_s = time.perf_counter()
         self.detach()
-        gradients, self._progress.gradients = self._progress.gradients, None
+        gradients, self._watched_gradients = self._watched_gradients, None
         if failed and gradients is not None:
             gradients.close()
             gradients = None
-        parameters, self._progress.parameters = self._progress.parameters, None
+        parameters, self._watched_parameters = self._watched_parameters, None
         if parameters is not None:
             if gradients is None:
                 parameters.withdraw()
@@ -433,13 +363,13 @@ class SampledForward:
             self._tally.fail(_PROBE, too_deep(self.num_too_deep))
         with functions_off(), isolated("cpu"):
             self._part.batch.seal(None if gradients is None else gradients.transfer)
-        self._progress.collection_s += time.perf_counter() - started_s
+        self._collection_s += time.perf_counter() - started_s
         delivery = Delivery(
             facts=self.facts(),
             state=SampleState.FAILED if failed else SampleState.FORWARD_COMPLETE,
             backward_index=None,
             settled=gradients is None,
-            collection_s=self._progress.collection_s,
+            collection_s=self._collection_s,
             errors=self._tally.errors,
             parts=(self._part,),
             absence_metrics=self._tracker.absence_metrics,
@@ -455,23 +385,16 @@ class SampledForward:
             started_at_us=self._started_at_us,
             grad_sync=self._grad_sync,
             modules_expected=len(self._layers),
-            modules_fired=len(self._progress.fired),
+            modules_fired=len(self._calls.fired),
         )
 
     def detach(self) -> None:
         """Removes the hooks (any thread). What is measured no more is not delivered either.
 
-        Nothing is forgotten before it was removed: after an interrupt this can be called again.
+        After an interrupt it can be called again.
         """
         self._is_over = True
-        hooks, slots = self._progress.hooks, self._progress.slots
-        while hooks or slots:
-            for hook, module in list(hooks.items()):
-                take_out(module, hook)
-                hooks.pop(hook, None)
-            for slot in reversed(list(slots)):
-                slot.remove()
-                slots.pop(slot, None)
+        self._placement.remove()
 
     def claim_end(self) -> bool:
         """Returns whether the caller is the first who ends it, and tells what became of it (any thread)."""
@@ -479,10 +402,8 @@ class SampledForward:
 
     def _measure(self, layer: Layer, output: object) -> None:
         """Measures all tensors of one output."""
-        begun = self._progress.begun.get(layer.index)
-        call = begun.pop() if begun else self._call(layer)
-        self._progress.fired[layer.index] = None
-        if not self._follows_outputs and self._progress.parameters is None:
+        call = self._calls.end(layer)
+        if not self._follows_outputs and self._watched_parameters is None:
             return
         leaves = tensors_in(output)
         self._intake.lack_outputs(call, leaves)
@@ -499,14 +420,14 @@ class SampledForward:
 
     def _gradients(self) -> SampleGradients:
         """Returns the bookkeeping of what may come in backwards."""
-        if self._progress.gradients is None:
-            parameters = self._progress.parameters
-            self._progress.gradients = self._tracker.sample(
+        if self._watched_gradients is None:
+            parameters = self._watched_parameters
+            self._watched_gradients = self._tracker.sample(
                 self._ordinal, self._position.forward_index, parameters, self._backward_sync
             )
             if parameters is not None:
-                parameters.belongs_to(self._progress.gradients)
-        return self._progress.gradients
+                parameters.belongs_to(self._watched_gradients)
+        return self._watched_gradients
 
     def _expect_gradient(self, call: Call, path: str, tensor: torch.Tensor, output: Observation) -> None:
         """Has the gradient of an output watched, or says why there will be none that can be."""
@@ -515,7 +436,7 @@ class SampledForward:
                 self._intake.lack_gradient(call, path, output.reason, output)
             elif Signal.OUTPUT_GRADIENT in self._signals:
                 self._gradients().expect(call, path, tensor, output)
-            elif self._progress.parameters is not None and not tensor.is_leaf:
+            elif self._watched_parameters is not None and not tensor.is_leaf:
                 self._gradients().watch(tensor)
         elif (
             not call.grad_enabled
@@ -527,14 +448,8 @@ class SampledForward:
 
     def _note_unseen(self, layer: Layer, reason: Reason, execution: Execution = Execution.EAGER) -> None:
         """Says of a layer why its calls cannot be seen, whether it is called or not."""
-        self._progress.unseen.add(layer.index)
-        self._intake.lack_call(self._unseen_call(layer, execution), reason.value)
-
-    def _unseen_call(self, layer: Layer, execution: Execution) -> Call:
-        """Returns the call of a layer to which belongs what is known without one."""
-        # A frozen script has no mode, for it is that of evaluation for good.
-        mode = "train" if getattr(layer.module, "training", False) else "eval"
-        return Call(layer, 0, mode, self._position.grad_enabled, execution)
+        self._unseen.add(layer.index)
+        self._intake.lack_call(self._calls.unseen(layer, execution), reason.value)
 
     def _scale_provenance(self) -> ScaleProvenance:
         """Returns how the loss scale is known at the forward, where it scales nothing yet."""

@@ -1,7 +1,7 @@
 """What happens when the attached model is called.
 
 A probe sees each call through two permanent hooks, tells the step clock, asks the sampler, and has the chosen
-forwards measured. Where samples go is the session's business.
+forwards measured.
 
 A call of the model inside a call of it belongs to the outer one. A call inside a backward is a recomputation
 of activation checkpointing and is none. Calls in several threads are forwards of their own.
@@ -10,7 +10,6 @@ of activation checkpointing and is none. Calls in several threads are forwards o
 else in a training loop.
 """
 
-import itertools
 import sys
 import threading
 import time
@@ -23,13 +22,14 @@ import torch
 from torch import nn
 
 from torchinstruments.errors import ConfigurationError
-from torchinstruments.observe.aligned import AlignedSampler, Due
+from torchinstruments.observe.aligned import AlignedSampler
 from torchinstruments.observe.applied import ParameterTracker, StepRelay
 from torchinstruments.observe.attempts import AttemptFeed
 from torchinstruments.observe.backward_sync import Synchronisation
 from torchinstruments.observe.bypass import Bypass
 from torchinstruments.observe.calls import RootCall, RunningCalls
 from torchinstruments.observe.capture import SampledForward
+from torchinstruments.observe.choice import Choice
 from torchinstruments.observe.compiled import NOTHING_COMPILED, CompiledParts, compiled_parts
 from torchinstruments.observe.counts import Counts
 from torchinstruments.observe.direct import DirectRoot, ForwardOverride, replicated
@@ -43,27 +43,25 @@ from torchinstruments.observe.engine import (
 from torchinstruments.observe.faults import Faults, too_deep
 from torchinstruments.observe.fingerprints import Fingerprinter
 from torchinstruments.observe.gradients import GradientTracker
+from torchinstruments.observe.handover import Handover
 from torchinstruments.observe.layers import COMPILED, ObservedLayers
-from torchinstruments.observe.observation import DEFAULT_SIGNALS, Delivery, Recipe, SampleFacts
+from torchinstruments.observe.observation import DEFAULT_SIGNALS, Recipe, SampleFacts
 from torchinstruments.observe.root import RootWatch, StepLook
-from torchinstruments.observe.sampling import SamplingEvent, SamplingPolicy, is_own
+from torchinstruments.observe.sampling import SamplingPolicy
 from torchinstruments.observe.selection import Layer, Selector
 from torchinstruments.observe.session_protocol import Companion, ScaleSource, Session
 from torchinstruments.observe.sharding import NOT_SHARDED, Sharding
 from torchinstruments.observe.stack import is_called, is_in_reentrant_checkpoint, num_calls
 from torchinstruments.observe.stance import Forcing
-from torchinstruments.observe.unseen import report_out_of_reach, tell_unseen
+from torchinstruments.observe.unseen import (
+    report_out_of_reach,
+    tell_compiled_late,
+    tell_displaced,
+    tell_unseen,
+)
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.pipelining import learns_shapes
-from torchinstruments.records import (
-    Execution,
-    GradSync,
-    Position,
-    SampleState,
-    ScaleProvenance,
-    Signal,
-)
-from torchinstruments.statistics.foreign import foreign_code
+from torchinstruments.records import Execution, Position, Signal
 from torchinstruments.statistics.histograms import HistogramReducer
 from torchinstruments.statistics.reducers import Reducer
 
@@ -133,9 +131,9 @@ class RootProbe:
         self._forcing = forcing
         self._layers = ObservedLayers(model, layers, selector, faults, self._hidden(compiled_parts(model)))
         self._root_layer = self._layers.root
-        self._sampler = sampler
-        self._sampler_is_own = is_own(sampler)
-        self._aligned = aligned
+        self._handover = Handover(session, self._counts, self._layers)
+        self._choice = Choice(sampler, aligned, faults, self._handover.miss_planned)
+        self._is_chosen = self._choice.is_chosen
         self._watch = RootWatch(model, takes_input=Signal.INPUT in signals)
         self._look = StepLook(self.look_again, self._watch.has_slots)
         self._companions = (*companions, self._look)
@@ -146,7 +144,7 @@ class RootProbe:
         self._parameters: ParameterTracker | None = None
         if Signal.PARAMETER_GRADIENT in signals:
             self._parameters = ParameterTracker(
-                recipe=recipe, faults=faults, scale=scale, deliver=self._deliver
+                recipe=recipe, faults=faults, scale=scale, deliver=self._handover.deliver
             )
             if steps is not None:
                 steps.connect(self._parameters)
@@ -159,7 +157,7 @@ class RootProbe:
             recipe=recipe,
             faults=faults,
             scale=scale,
-            deliver=self._deliver,
+            deliver=self._handover.deliver,
             backward_ended=self._attempts.backward_ended,
         )
         self._captures_direct_forwards = capture_direct_forwards
@@ -171,10 +169,9 @@ class RootProbe:
         self.raised = 0
         """The id of the error that is raised by `raise_pending`."""
         self._finalizer: weakref.finalize[..., RootProbe] | None = None
-        self._calls = RunningCalls(self._give_up)
+        self._calls = RunningCalls(self._handover.give_up)
         self._traced: Counter[str] = Counter()
         self._num_checkpointed = 0
-        self._ordinals = itertools.count()
         # A signal handler may run the model while its thread is in here.
         self._lock = threading.RLock()
         self._num_paused = 0
@@ -250,9 +247,9 @@ class RootProbe:
             return
         self._is_finished = True
         if self._is_displaced:
-            self._tell_displaced("none was seen since then, for no optimizer stepped")
+            tell_displaced(self.faults, "none was seen since then, for no optimizer stepped")
         while self._calls.cut_off:
-            self._miss(self._calls.cut_off.pop().facts())
+            self._handover.miss(self._calls.cut_off.pop().facts())
             self.faults.notice(
                 "forward",
                 "",
@@ -260,8 +257,7 @@ class RootProbe:
             )
         self._tell_too_deep()
         if self._has_begun:
-            if self._aligned is not None:
-                self._miss_planned(self._aligned.finish())
+            self._choice.finish()
             self._attempts.close()
             self._attempts.tell_what_was_lost()
             self.tell_catalog()
@@ -271,19 +267,9 @@ class RootProbe:
         """Has the model seen again where it was compiled once more; it never raises (hot path)."""
         try:
             if self._is_armed and self._watch.put_back():
-                self._tell_displaced("after an optimizer's step it was seen again")
+                tell_displaced(self.faults, "after an optimizer's step it was seen again")
         except Exception as error:  # noqa: BLE001 - nothing may reach the training loop
             self.faults.report("forward", "", error)
-
-    def _tell_displaced(self, outcome: str) -> None:
-        """Tells once that the model was compiled in place of what saw its calls."""
-        self.faults.notice(
-            COMPILED,
-            "",
-            f"the model was compiled in place (Module.compile) while it was observed, so that forwards were "
-            f"not seen: {outcome}; attach after the last compile to miss none",
-            kind="compiled again",
-        )
 
     def tell_open_attempt(self) -> None:
         """Leaves the attempt that is open with the session (main thread, while the interpreter exits)."""
@@ -326,8 +312,7 @@ class RootProbe:
         """Makes it do nothing for ever (in a forked child, before anything else runs there)."""
         # A thread of the parent may hold the lock, and is not there to release it.
         self._lock = threading.RLock()
-        if self._aligned is not None:
-            self._aligned.disarm()
+        self._choice.disarm()
         self._counts.disarm()
         if self._fingerprinter is not None:
             self._fingerprinter.disarm()
@@ -348,7 +333,7 @@ class RootProbe:
 
     def tell_catalog(self) -> None:
         """Leaves the catalog with the session (training thread)."""
-        self.session.put_modules(self._layers.catalog.records())
+        self._handover.tell_catalog()
 
     def raise_pending(self) -> None:
         """Raises the first error that was not raised yet, with ``error_policy="raise"`` (training thread)."""
@@ -401,18 +386,7 @@ class RootProbe:
             if self._has_told_compiled:
                 return
             self._has_told_compiled = True
-            self.faults.notice(
-                COMPILED,
-                "",
-                "the model was compiled after the observer was attached: "
-                + (
-                    f"from the next forward on it is observed where its {type(found).__name__} is called; "
-                    f"attach after compiling to miss none"
-                    if found is not None
-                    else "it is called inside compiled code, where nothing can be measured; attach to what "
-                    "torch.compile returns"
-                ),
-            )
+            tell_compiled_late(self.faults, found)
         except Exception as error:  # noqa: BLE001 - nothing may reach the compiler
             self.faults.report("forward", "", error)
 
@@ -497,7 +471,7 @@ class RootProbe:
             self._num_checkpointed += 1
         self._calls.begin(call)
         try:
-            is_chosen = self._is_chosen(position, started_us)
+            is_chosen = self._is_chosen(position, started_us, is_paused=self._num_paused > 0)
             if self._forcing is not None:
                 # Before anything that may fail on one rank alone.
                 call.flight = self._forcing.forward_started(
@@ -535,45 +509,17 @@ class RootProbe:
                     self._refresh(compiled_parts(model), is_told=True)
         return True
 
-    def _is_chosen(self, position: Position, started_us: int) -> bool:
-        """Asks the sampler; one that raises did not choose."""
-        if self._aligned is not None:
-            due = self._aligned.forward_started(
-                position, started_at_us=started_us, now_s=time.monotonic(), is_paused=self._num_paused > 0
-            )
-            self._miss_planned(due)
-            return due.sample
-        if self._num_paused > 0:
-            return False
-        event = SamplingEvent(
-            attempt=position.attempt,
-            forward_in_attempt=position.forward_in_attempt,
-            micro_batch=position.micro_batch,
-            forward_index=position.forward_index,
-            grad_enabled=position.grad_enabled,
-            monotonic_s=time.monotonic(),
-        )
-        try:
-            if self._sampler_is_own:
-                return self._sampler.should_sample(event)
-            with foreign_code():
-                # It may return anything; whether that is true may raise too.
-                return True if self._sampler.should_sample(event) else False  # noqa: SIM210
-        except Exception as error:  # noqa: BLE001 - the user's code
-            self.faults.report("sampler", "", error)
-            return False
-
     def _sample(self, call: RootCall, module: nn.Module, position: Position, started_us: int) -> None:
         """Begins to measure a root forward."""
         self._calls.abandon_dead_threads()
-        ordinal = next(self._ordinals)
+        ordinal = next(self._handover.ordinals)
         call.compiled = compiled_parts(module)
         self._refresh(call.compiled)
         layers = self._layers.current
         is_compiled = call.flight is not None and not call.flight.is_forced
         # The sampler itself may have removed the observer.
         if is_compiled or is_capturing_graph() or not self._is_armed:
-            self._miss(SampleFacts(ordinal, position, started_us, call.grad_sync, len(layers), 0))
+            self._handover.miss(SampleFacts(ordinal, position, started_us, call.grad_sync, len(layers), 0))
             return
         self._take_fingerprints(position)
         sampled = SampledForward(
@@ -613,7 +559,7 @@ class RootProbe:
         if call.sampled is not None:
             call.sampled.detach()
             if call.sampled.claim_end():
-                self._miss(call.sampled.facts())
+                self._handover.miss(call.sampled.facts())
 
     def _take_fingerprints(self, position: Position) -> None:
         """Leaves the fingerprints of an attempt with the session, once (training thread, hot path)."""
@@ -652,72 +598,10 @@ class RootProbe:
             self._attempts.forward_ended(call.grad_sync, call.position)
         finally:
             if call.sampled is not None:
-                self._end_sample(call.sampled, failed=failed)
+                self._handover.end_sample(call.sampled, failed=failed)
             self._calls.end()
             if call.sampled is not None:
                 self._bypass.arm(call.compiled.inside)
-
-    def _end_sample(self, sampled: SampledForward, *, failed: bool) -> None:
-        """Hands over what a sampled forward brought, or that it is lost, where something raises."""
-        is_delivered = False
-        try:
-            if not sampled.claim_end():
-                sampled.detach()
-                return
-            delivery, gradients = sampled.end(failed=failed)
-            self._counts.add(samples=1)
-            is_delivered = True
-            self._deliver(delivery)
-            if gradients is not None:
-                gradients.forward_ended(delivery.facts)
-        except BaseException:
-            sampled.detach()
-            if not is_delivered:
-                self._miss(sampled.facts())
-            raise
-        if self._layers.catalog.fired(sampled.order, time.monotonic()):
-            self.tell_catalog()
-
-    def _miss_planned(self, due: Due) -> None:
-        """Delivers what other ranks measure and this one did not (training thread, hot path)."""
-        for place in due.missed:
-            facts = SampleFacts(
-                next(self._ordinals),
-                place.position,
-                place.started_at_us,
-                GradSync.UNKNOWN,
-                len(self._layers.current),
-                0,
-            )
-            self._miss(facts)
-        if due.num_lost:
-            self._counts.add(missed=due.num_lost)
-
-    def _miss(self, facts: SampleFacts) -> None:
-        """Delivers a sample that could not be taken."""
-        self._counts.add(missed=1)
-        self.session.put_sample(
-            Delivery(
-                facts=facts,
-                state=SampleState.MISSED,
-                backward_index=None,
-                settled=True,
-                collection_s=0.0,
-                errors=0,
-                parts=(),
-                absence_metrics=(),
-                scale_provenance=ScaleProvenance.UNKNOWN,
-            )
-        )
-
-    def _deliver(self, delivery: Delivery) -> None:
-        """Hands a delivery to the session (training or autograd thread, hot path)."""
-        self._counts.add(collection_s=delivery.collection_s)
-        self.session.put_sample(delivery)
-
-    def _give_up(self, sampled: SampledForward) -> None:
-        """Ends the sample of a call that never said that it is over."""
-        self._end_sample(sampled, failed=True)
 
 
 def refuse_scripted(model: nn.Module) -> None:

@@ -1,4 +1,7 @@
-"""What of a model is not measured, and is told: at attach what cannot be, at the end what was not."""
+"""What of a model is not measured, and is told.
+
+At attach that is what cannot be, later what compiling hides, at the end what was not.
+"""
 
 from collections.abc import Iterable, Mapping
 
@@ -7,9 +10,16 @@ from torch import nn
 from torchinstruments.observe.bypass import Bypass
 from torchinstruments.observe.direct import replicated
 from torchinstruments.observe.faults import Faults
-from torchinstruments.observe.layers import ObservedLayers
+from torchinstruments.observe.layers import COMPILED, ObservedLayers
 
-__all__ = ["CHECKPOINTED", "TRACING", "report_out_of_reach", "tell_unseen"]
+__all__ = [
+    "CHECKPOINTED",
+    "TRACING",
+    "report_out_of_reach",
+    "tell_compiled_late",
+    "tell_displaced",
+    "tell_unseen",
+]
 
 TRACING = "tracing"
 """What forwards that were only traced are counted under, among the errors."""
@@ -42,6 +52,43 @@ def report_out_of_reach(
             "torch.nn.DataParallel runs copies of the model on several devices, in threads of their own, "
             "whose layers are not measured; use DistributedDataParallel, with a rank a device",
         )
+
+
+def tell_compiled_late(faults: Faults, found: nn.Module | None) -> None:
+    """Tells that the model was compiled after it was attached (compiling thread).
+
+    Args:
+        faults: Takes it.
+        found: Where its calls are seen from now on; None where they are not.
+    """
+    faults.notice(
+        COMPILED,
+        "",
+        "the model was compiled after the observer was attached: "
+        + (
+            f"from the next forward on it is observed where its {type(found).__name__} is called; "
+            f"attach after compiling to miss none"
+            if found is not None
+            else "it is called inside compiled code, where nothing can be measured; attach to what "
+            "torch.compile returns"
+        ),
+    )
+
+
+def tell_displaced(faults: Faults, outcome: str) -> None:
+    """Tells once that the model was compiled in place of what saw its calls (training thread).
+
+    Args:
+        faults: Takes it.
+        outcome: What has become of that.
+    """
+    faults.notice(
+        COMPILED,
+        "",
+        f"the model was compiled in place (Module.compile) while it was observed, so that forwards were "
+        f"not seen: {outcome}; attach after the last compile to miss none",
+        kind="compiled again",
+    )
 
 
 def tell_unseen(traced: Mapping[str, int], num_checkpointed: int, bypass: Bypass, faults: Faults) -> None:

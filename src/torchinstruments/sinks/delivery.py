@@ -2,11 +2,8 @@
 
 One daemon thread a process. It sleeps about a second at a time and works in batches, since a thread that is
 busy beside training slows every step. Until `Delivery.start` says which run this is, things only queue.
-Attempts that wait long for their end, as while a checkpoint is saved, are fetched from whoever counts them.
 
-Sinks are isolated: what one raises, an end of the program or a cancelled task too, is counted, told to the
-sinks that keep errors and to the owner, and goes no further. So is what the program brings about elsewhere in
-this thread: it costs one item. Should the thread end all the same, what it leaves undone is counted as
+Nothing that a sink raises ends the thread. Should it end all the same, what it leaves undone is counted as
 dropped and told.
 
 A forked child has no writer thread; its copy takes nothing and does nothing. When the main thread has ended,
@@ -20,14 +17,11 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from queue import Empty, SimpleQueue
 
 from torchinstruments.records import (
-    AttemptRecord,
     ChecksRecord,
     Claim,
     ClosedAttempt,
@@ -37,19 +31,17 @@ from torchinstruments.records import (
     Identity,
     ModuleRecord,
     RunRecord,
-    error_text,
 )
 from torchinstruments.sinks.outbox import (
     Attempts,
     BoundedOutbox,
     Dropped,
     Fingerprints,
-    Item,
     Modules,
-    describe,
 )
-from torchinstruments.sinks.sink import ChecksSink, RankAware, Sink, TelemetrySink
-from torchinstruments.sinks.yields import Yield
+from torchinstruments.sinks.recipients import Recipients, named
+from torchinstruments.sinks.sink import Sink
+from torchinstruments.sinks.waiting_attempts import Overdue
 
 __all__ = ["EXIT_TIMEOUT_S", "THREAD_NAME", "Delivery", "others_may_train"]
 
@@ -62,11 +54,8 @@ PATIENCE_S = 20.0
 """How long rows of ``steps`` wait for a scaler's update, so that they do not depend on the moment."""
 
 _SLEEP_S = 1.0
-_MAX_HELD = 4_096
-_MAX_MESSAGE_CHARACTERS = 500
 
 ErrorCallback = Callable[[str, BaseException], None]
-Overdue = Callable[[float], Sequence[ClosedAttempt]]
 
 
 @dataclass(slots=True)
@@ -106,10 +95,7 @@ class Delivery:
         self._outbox = BoundedOutbox() if outbox is None else outbox
         self._on_error = on_error
         self._requests: SimpleQueue[_Flush | _Close | None] = SimpleQueue()
-        self._sinks: list[Sink] = []
-        self._keepers: list[TelemetrySink] = []
-        self._modules: tuple[ModuleRecord, ...] = ()
-        self._place: tuple[Identity, Claim] | None = None
+        self._recipients = Recipients(self._outbox, self.report, patience_s)
         self._thread: threading.Thread | None = None
         # Held while the thread is started, and by who closes for the look at it; a signal handler may close.
         self._starting = threading.RLock()
@@ -118,27 +104,19 @@ class Delivery:
         self._inert = False
         self._has_died = False
         self._writer_s = 0.0
-        self._dropped_told = Dropped()
-        self._unresolved_rows = 0
-        self._unkept_rows = 0
         self._late = Dropped()
         self._late_told = Dropped()
         self._late_lock = threading.RLock()  # a signal handler may put in the middle of a put
-        self._lost_keeper = False
         self._pending_error: Exception | None = None
-        self._yield = Yield()
-        self._patience_s = patience_s
-        self._held: deque[tuple[Attempts, float]] = deque()
-        self._overdue: Overdue | None = None
         _LIVE.add(self)
 
-    def fetch_with(self, overdue: "Overdue") -> None:
+    def fetch_with(self, overdue: Overdue) -> None:
         """Takes what returns the attempts that have waited long for their end (training thread, at attach).
 
         Args:
             overdue: Called about once a second with the seconds of `time.perf_counter` (writer thread).
         """
-        self._overdue = overdue
+        self._recipients.waiting.overdue = overdue
 
     def put_sample(self, sample: DeferredSample) -> None:
         """Takes one delivery of a sample (training thread, hot path)."""
@@ -165,7 +143,7 @@ class Delivery:
     def put_modules(self, modules: tuple[ModuleRecord, ...]) -> None:
         """Takes the catalog, anew whenever it changed (training thread)."""
         if not self._takes_nothing():
-            self._modules = modules
+            self._recipients.modules = modules
             self._outbox.put_records(Modules(modules))
 
     def put_checks(self, checks: ChecksRecord) -> None:
@@ -181,12 +159,12 @@ class Delivery:
     @property
     def rows_dropped(self) -> int:
         """Rows of ``history`` that never reached a sink (any thread)."""
-        return self._outbox.dropped.scalars + self._unresolved_rows + self._unkept_rows + self._late.scalars
+        return self._outbox.dropped.scalars + self._recipients.rows_lost + self._late.scalars
 
     @property
     def emptiness(self) -> str:
         """Why not one number of the samples so far has a value; ``""`` where one has (closing thread)."""
-        return self._yield.emptiness()
+        return self._recipients.emptiness
 
     @property
     def writer_s(self) -> float:
@@ -212,9 +190,10 @@ class Delivery:
         with self._starting:
             if self._thread is not None or self._takes_nothing():
                 return
-            self._sinks = list(sinks)
-            self._place = None if identity is None or claim is None else (identity, claim)
-            thread = threading.Thread(target=self._work, args=(run,), name=THREAD_NAME, daemon=True)
+            place = None if identity is None or claim is None else (identity, claim)
+            thread = threading.Thread(
+                target=self._work, args=(run, list(sinks), place), name=THREAD_NAME, daemon=True
+            )
             # Not known before it runs: it cannot be waited for until then.
             thread.start()
             self._thread = thread
@@ -299,8 +278,7 @@ class Delivery:
             before, self._late_told = self._late_told, self._late
             is_told = before == self._late
         if not is_told:
-            for keeper in self._keepers:
-                self._call(keeper, keeper.flush)
+            self._recipients.flush()
 
     def _takes_nothing(self) -> bool:
         return self._inert or self._closing or self._has_died
@@ -328,15 +306,15 @@ class Delivery:
             with contextlib.suppress(Exception):
                 self._on_error("sink", error)
 
-    def _work(self, run: RunRecord) -> None:
+    def _work(self, run: RunRecord, sinks: Sequence[Sink], place: tuple[Identity, Claim] | None) -> None:
         """The writer thread, from start to end."""
         try:
-            self._initialize(run)
+            self._recipients.initialize(run, sinks, place)
             while not self._serve_safely(self._next_request()):
                 self._writer_s = time.thread_time()
         except BaseException as error:  # noqa: BLE001 - what was left here has to be counted
             self._die(error)
-        self._overdue = None
+        self._recipients.waiting.overdue = None
         self._writer_s = time.thread_time()
 
     def _serve_safely(self, request: "_Flush | _Close | None") -> bool:
@@ -344,23 +322,23 @@ class Delivery:
         try:
             return self._serve(request)
         except Exception as error:  # noqa: BLE001 - whatever it was, the run goes on
-            self._fail("sink", "", error)
+            self._recipients.fail("sink", "", error)
             if isinstance(request, _Flush):
                 request.done.set()
             return isinstance(request, _Close)
 
     def _serve(self, request: "_Flush | _Close | None") -> bool:
         """Does one round; returns whether it was the last one."""
-        self._hand_over()
-        self._fetch_overdue()
-        self._hand_over_held(everything=request is not None)
+        self._recipients.hand_over()
+        self._recipients.waiting.fetch_overdue()
+        self._recipients.hand_over_waiting(everything=request is not None)
         if isinstance(request, _Close):
-            self._everything_arrived = self._finish(request)
+            self._everything_arrived = self._recipients.finish(request.deadline_s, complete=request.complete)
             return True
         if isinstance(request, _Flush):
-            self._flush(request)
-        for keeper in self._keepers:
-            self._call(keeper, keeper.tick)
+            request.durable = self._recipients.flush()
+            request.done.set()
+        self._recipients.tick()
         return False
 
     def _die(self, error: BaseException) -> None:
@@ -369,46 +347,22 @@ class Delivery:
         Nothing marks the run's folder as closed: readers find a process that was interrupted.
         """
         self._has_died = True
-        lost = 0
-        while (item := self._outbox.take()) is not None:
-            lost += _num_rows(item)
-        self._unresolved_rows += lost
-        self._fail(
+        lost = self._recipients.drop_rest()
+        self._recipients.fail(
             "sink",
             "",
             RuntimeError(
-                f"the writer thread ended by {_named(error)}; {lost} scalars that "
+                f"the writer thread ended by {named(error)}; {lost} scalars that "
                 f"waited were dropped, as those of further samples will be"
             ),
         )
-        self._hand_over_held(everything=True)
-        for sink in self._sinks:
-            if isinstance(sink, TelemetrySink):
-                self._call(sink, sink.flush)
-            else:
-                self._call(sink, sink.close)
+        self._recipients.hand_over_waiting(everything=True)
+        self._recipients.leave()
         with contextlib.suppress(Empty):
             while True:
                 request = self._requests.get_nowait()
                 if isinstance(request, _Flush):
                     request.done.set()
-
-    def _initialize(self, run: RunRecord) -> None:
-        """Tells the sinks of the run; one that could not even begin is left out from here on."""
-        self._keepers = [sink for sink in self._sinks if isinstance(sink, TelemetrySink)]
-        wanted = len(self._keepers)
-        self._sinks = [sink for sink in self._sinks if self._begin(sink, run)]
-        self._keepers = [sink for sink in self._sinks if isinstance(sink, TelemetrySink)]
-        self._lost_keeper = len(self._keepers) < wanted
-
-    def _begin(self, sink: Sink, run: RunRecord) -> bool:
-        if (
-            self._place is not None
-            and isinstance(sink, RankAware)
-            and not self._call(sink, sink.place, *self._place)
-        ):
-            return False
-        return self._call(sink, sink.initialize, run, self._modules)
 
     def _next_request(self) -> "_Flush | _Close | None":
         try:
@@ -416,183 +370,9 @@ class Delivery:
         except Empty:
             return None
 
-    def _hand_over(self) -> None:
-        """Gives the sinks what waits now; what comes meanwhile waits for the next round."""
-        for _ in range(len(self._outbox)):
-            item = self._outbox.take()
-            if item is None:
-                continue
-            try:
-                self._hand_over_one(item)
-            except Exception as error:  # noqa: BLE001 - the next item goes on
-                self._unresolved_rows += _num_rows(item)
-                lost = RuntimeError(f"{_contents(item)} did not reach the sinks: {_named(error)}")
-                lost.__cause__ = error
-                self._fail("sink", "", lost)
-            except BaseException:
-                self._unresolved_rows += _num_rows(item)
-                raise
-        dropped = self._outbox.dropped
-        if dropped != self._dropped_told:
-            error = BufferError(describe(self._dropped_told, dropped))
-            self._dropped_told = dropped
-            self._fail("sink", "", error)
-
-    def _hand_over_one(self, item: Item) -> None:
-        if isinstance(item, Attempts):
-            _are_complete(item)
-            self._held.append((item, time.monotonic() + self._patience_s))
-            self._hand_over_held(everything=False)
-        elif isinstance(item, Fingerprints):
-            self._hand_over_fingerprints(item.deferred)
-        elif isinstance(item, Modules):
-            for keeper in self._keepers:
-                self._call(keeper, keeper.modules, item.records)
-        elif isinstance(item, ChecksRecord):
-            for keeper in self._keepers:
-                if isinstance(keeper, ChecksSink):
-                    self._call(keeper, keeper.checks, item)
-        elif isinstance(item, ErrorRecord):
-            self._keep(item)
-        else:
-            self._hand_over_sample(item)
-
-    def _fetch_overdue(self) -> None:
-        """Fetches attempts that wait for their end, behind those that ended; they have waited enough."""
-        if self._overdue is None:
-            return
-        try:
-            records = self._overdue(time.perf_counter())
-        except Exception as error:  # noqa: BLE001 - what was put goes on its way
-            self._overdue = None
-            self._fail("optimizer", "", error)
-            return
-        if records:
-            item = Attempts(tuple(records))
-            _are_complete(item)
-            self._held.append((item, time.monotonic()))
-
-    def _hand_over_held(self, *, everything: bool) -> None:
-        """Hands over the attempts that are complete, or waited for long enough, in their order."""
-        while self._held:
-            item, until_s = self._held[0]
-            is_due = everything or len(self._held) > _MAX_HELD or time.monotonic() >= until_s
-            if not is_due and not _are_complete(item):
-                return
-            self._held.popleft()
-            records = tuple([self._resolve_attempt(attempt) for attempt in item.records])
-            for keeper in self._keepers:
-                self._call(keeper, keeper.attempts, records)
-
-    def _hand_over_sample(self, deferred: DeferredSample) -> None:
-        try:
-            sample = deferred.resolve()
-        except BaseException as error:  # noqa: BLE001 - whatever a device did, training and the next sample go on
-            self._unresolved_rows += deferred.num_scalars
-            self._fail("reducer", "", error)
-            return
-        self._yield.add(sample)
-        if self._lost_keeper:
-            self._unkept_rows += deferred.num_scalars
-        for sink in self._sinks:
-            self._call(sink, sink.observe, sample)
-
-    def _hand_over_fingerprints(self, deferred: DeferredFingerprints) -> None:
-        try:
-            records = deferred.resolve()
-        except BaseException as error:  # noqa: BLE001 - whatever a device did, training and the next attempt go on
-            lost = RuntimeError(f"{deferred.num_rows} fingerprints are lost: {type(error).__name__}: {error}")
-            self._fail("fingerprint", "", lost)
-            return
-        for keeper in self._keepers:
-            self._call(keeper, keeper.fingerprints, records)
-
-    def _resolve_attempt(self, attempt: ClosedAttempt) -> AttemptRecord:
-        """Returns an attempt's whole record, or what the host knew of it where a device failed."""
-        try:
-            return attempt.resolve()
-        except BaseException as error:  # noqa: BLE001 - whatever a device did, the row is kept
-            self._fail("optimizer", "", error)
-            return attempt.record
-
-    def _flush(self, request: _Flush) -> None:
-        durable = not self._lost_keeper
-        for keeper in self._keepers:
-            durable &= self._call(keeper, keeper.flush)
-        request.durable = durable
-        request.done.set()
-
-    def _finish(self, request: _Close) -> bool:
-        """Closes the sinks, those that keep errors last."""
-        for sink in self._sinks:
-            if not isinstance(sink, TelemetrySink):
-                self._call(sink, sink.close)
-        arrived = not self._lost_keeper
-        for keeper in self._keepers:
-            left_s = max(request.deadline_s - time.monotonic(), 0.0)
-            arrived &= self._call(keeper, partial(keeper.finish, left_s, complete=request.complete))
-        return arrived
-
-    def _call(self, sink: Sink, function: Callable[..., object], *arguments: object) -> bool:
-        """Calls a method of a sink; returns whether it neither raised nor answered False."""
-        try:
-            return function(*arguments) is not False
-        except BaseException as error:  # noqa: BLE001 - a sink may be anybody's code
-            self._fail("sink", type(sink).__name__, error)
-            return False
-
-    def _fail(self, probe: str, where: str, error: BaseException) -> None:
-        text = error_text(error, _MAX_MESSAGE_CHARACTERS)
-        self._keep(ErrorRecord(probe, where, type(error).__name__, text))
-        self.report(probe, error)
-
-    def _keep(self, record: ErrorRecord) -> None:
-        """Gives an error to the sinks that keep errors; a failure at that is reported, but not kept."""
-        for keeper in self._keepers:
-            try:
-                keeper.error(record)
-            except BaseException as error:  # noqa: BLE001 - a sink may be anybody's code
-                self.report("sink", error)
-
-
-def _are_complete(item: Attempts) -> bool:
-    """Returns whether all attempts are; each is asked, for one that is not keeps what is known so far."""
-    try:
-        complete = [attempt.is_complete() for attempt in item.records]
-    except Exception:  # noqa: BLE001 - what is wrong is told when the record itself is asked for
-        return True
-    return all(complete)
-
-
-def _num_rows(item: Item) -> int:
-    """Returns the rows of ``history`` that an item holds."""
-    if isinstance(item, Attempts | Fingerprints | Modules | ChecksRecord | ErrorRecord):
-        return 0
-    return item.num_scalars
-
-
-def _contents(item: Item) -> str:
-    """Returns what an item holds, as a message says it."""
-    if isinstance(item, Attempts):
-        return f"{len(item.records)} attempts"
-    if isinstance(item, Fingerprints):
-        return f"{item.deferred.num_rows} fingerprints"
-    if isinstance(item, Modules):
-        return f"the catalog of {len(item.records)} modules"
-    if isinstance(item, ChecksRecord):
-        return "a report of checks"
-    if isinstance(item, ErrorRecord):
-        return "an error of collection"
-    return f"a sample of {item.num_scalars} scalars"
-
-
-def _named(error: BaseException) -> str:
-    text = error_text(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
 
 def _as_failure(error: BaseException) -> Exception:
-    failure = RuntimeError(f"a sink raised {_named(error)}")
+    failure = RuntimeError(f"a sink raised {named(error)}")
     failure.__cause__ = error
     return failure
 

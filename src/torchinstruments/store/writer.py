@@ -1,10 +1,7 @@
 """From resolved samples to durable parts and documents of one process; used by one thread at a time.
 
-Rows become durable when ``buffer_rows`` of them are buffered, or within 30 s. A row of ``samples``
-is written just before the first rows of ``history`` of its sample, and at the latest when that is settled, or
-25 s after its forward; a sample that changes after that gives a further, superseding row. The manifest is
-written at the start, then at most once a minute and at least every 5 minutes even when nothing else happens:
-it is the heartbeat by which readers tell a live process from a dead one.
+The manifest is written at the start, then at most once a minute and at least every 5 minutes even when
+nothing else happens: it is the heartbeat by which readers tell a live process from a dead one.
 
 A target that refuses (a full disk) never stops anything: parts wait in memory within a bound, are tried
 again, and are given up and counted beyond it. What a target refuses until the close is given up there, before
@@ -18,7 +15,6 @@ from datetime import UTC, datetime
 from functools import partial
 
 import msgspec
-import pyarrow as pa
 
 from torchinstruments.config import HistoryConfig
 from torchinstruments.records import (
@@ -34,25 +30,15 @@ from torchinstruments.records import (
     Sample,
 )
 from torchinstruments.store import layout, schema
-from torchinstruments.store.buffering import HistoryBuffer, RecordBuffer, SampleTallies, num_rows
 from torchinstruments.store.catalog import ModuleCatalog
 from torchinstruments.store.checks import ChecksDocument
 from torchinstruments.store.clocks import Clock, SystemClock
-from torchinstruments.store.columns import (
-    Columns,
-    Origin,
-    SampleRow,
-    fingerprints_columns,
-    history_columns,
-    samples_columns,
-    steps_columns,
-)
 from torchinstruments.store.manifest import MAX_ERRORS, Manifest, TableState, encode_document
-from torchinstruments.store.parts import encode_columns
 from torchinstruments.store.rank_documents import RankDocuments
+from torchinstruments.store.tables import UNSTORABLE, Tables
 from torchinstruments.store.target import PartTarget
 from torchinstruments.store.texts import encodable, encodable_error, encodable_modules
-from torchinstruments.store.waiting import MAX_WAITING_BYTES, EncodedPart, WaitingParts
+from torchinstruments.store.waiting import MAX_WAITING_BYTES, WaitingParts
 
 __all__ = ["RankWriter"]
 
@@ -73,9 +59,6 @@ _RETRY_AT_CLOSE_S = 1.0
 # The end of the time for a close is for counting what was refused and for the manifest.
 _LAST_SHARE = 0.2
 _LAST_AT_MOST_S = 1.0
-
-_UNSTORABLE = (ValueError, TypeError, OverflowError, AttributeError, pa.ArrowException)
-"""What a row that cannot become a column raises."""
 
 
 class RankWriter:
@@ -112,22 +95,18 @@ class RankWriter:
         self._training_counters = counters
         self._report = report
         self._clock: Clock = SystemClock() if clock is None else clock
-        self._origin = Origin(claim.generation, identity.rank, identity.process)
-        self._metadata = schema.metadata(
-            schema_version=schema.SCHEMA_VERSION,
-            run_id=claim.run_id,
-            generation=claim.generation,
-            rank=identity.rank,
-            process=identity.process,
-            world_size=identity.world_size,
-        )
-        self._history = HistoryBuffer(config.buffer_rows)
-        self._tallies = SampleTallies(config.buffer_rows)
-        self._steps = RecordBuffer[AttemptRecord](config.buffer_rows)
-        self._fingerprints = RecordBuffer[FingerprintRecord](config.buffer_rows)
-        self._waiting = WaitingParts(target, self._note_failure, max_waiting_bytes)
-        self._dropped_rows: Counter[str] = Counter()
         self._documents = RankDocuments(identity, claim, config.window)
+        self._waiting = WaitingParts(target, self._note_failure, max_waiting_bytes)
+        self._tables = Tables(
+            identity,
+            claim,
+            config.buffer_rows,
+            self._waiting,
+            self._clock,
+            fold=self._documents.add_rows,
+            part_added=self._part_added,
+            failed=self._note_failure,
+        )
         self._spool_path = spool_path
         self._modules: tuple[ModuleRecord, ...] = ()
         self._checks: dict[int, bytes] = {}
@@ -204,25 +183,16 @@ class RankWriter:
 
     def add_sample(self, sample: Sample) -> None:
         """Takes one delivery of a sample."""
-        sample_id = self._claim.first_sample_id + sample.ordinal
-        now_s = self._clock.monotonic_s()
         self._documents.count(sample)
-        self._history.add(sample_id, sample, now_s)
-        self._tallies.add(sample_id, sample, now_s)
-        self._write_history(self._history.take_due(now_s))
-        self._write_samples(self._tallies.take_due(now_s))
+        self._tables.add_sample(sample)
 
     def add_attempts(self, records: Sequence[AttemptRecord]) -> None:
         """Takes the attempts of a window that closed."""
-        now_s = self._clock.monotonic_s()
-        self._steps.add(records, now_s)
-        self._write_steps(self._steps.take_due(now_s))
+        self._tables.add_attempts(records)
 
     def add_fingerprints(self, records: Sequence[FingerprintRecord]) -> None:
         """Takes the fingerprints of an attempt."""
-        now_s = self._clock.monotonic_s()
-        self._fingerprints.add(records, now_s)
-        self._write_fingerprints(self._fingerprints.take_due(now_s))
+        self._tables.add_fingerprints(records)
 
     def count_missing_histogram(self, reason: str) -> None:
         """Counts a histogram that was due and could not be had of its tensor (writer thread)."""
@@ -246,10 +216,7 @@ class RankWriter:
     def tick(self) -> None:
         """Does what is due; called about once a second."""
         now_s = self._clock.monotonic_s()
-        self._write_history(self._history.take_due(now_s))
-        self._write_samples(self._tallies.take_due(now_s))
-        self._write_steps(self._steps.take_due(now_s))
-        self._write_fingerprints(self._fingerprints.take_due(now_s))
+        self._tables.write_due(now_s)
         self._waiting.write(now_s)
         if now_s - self._kept_alive_s >= KEEP_ALIVE_EVERY_S:
             self._kept_alive_s = now_s
@@ -270,10 +237,7 @@ class RankWriter:
         """
         if self._target.direct:
             self._keep_alive()
-        self._write_history(self._history.take_all())
-        self._write_samples(self._tallies.take_all())
-        self._write_steps(self._steps.take_all())
-        self._write_fingerprints(self._fingerprints.take_all())
+        self._tables.write_all()
         self._waiting.write(self._clock.monotonic_s(), at_once=True)
         if self._losses() != self._losses_told:
             self._write_manifest()
@@ -336,81 +300,6 @@ class RankWriter:
     def _left_s(self, end_s: float) -> float:
         return max(end_s - self._clock.monotonic_s(), 0.0)
 
-    def _write_history(self, deliveries: list[tuple[int, Sample]]) -> None:
-        if not deliveries:
-            return
-        try:
-            columns = history_columns(deliveries, self._origin)
-        except _UNSTORABLE:
-            deliveries = [entry for entry in deliveries if self._can_be_stored(entry)]
-            if not deliveries:
-                return
-            columns = history_columns(deliveries, self._origin)
-        # Before them, so that whatever ends the process leaves no measurements of a sample that nobody knows.
-        self._write_samples(
-            self._tallies.take_of(sample_id for sample_id, _ in deliveries), is_last_durable=False
-        )
-        last = max(deliveries, key=_sample_id)
-        self._write("history", columns, last[0], last[1].started_at_us)
-        try:
-            self._documents.add_rows(columns.table)
-        except (*_UNSTORABLE, MemoryError) as error:
-            self._note_failure(error)  # the rows themselves are safe
-
-    def _can_be_stored(self, delivery: tuple[int, Sample]) -> bool:
-        """Tells one broken delivery from its neighbours, which must not be lost with it."""
-        try:
-            history_columns([delivery], self._origin)
-        except _UNSTORABLE as error:
-            self._give_up("history", num_rows(delivery[1]), error)
-            return False
-        return True
-
-    def _write_samples(self, rows: list[SampleRow], *, is_last_durable: bool = True) -> None:
-        if not rows:
-            return
-        try:
-            columns = samples_columns(rows, self._origin)
-        except _UNSTORABLE as error:
-            self._give_up("samples", len(rows), error)
-        else:
-            last = rows[-1]
-            self._write("samples", columns, last.sample_id if is_last_durable else None, last.started_at_us)
-
-    def _write_steps(self, records: list[AttemptRecord]) -> None:
-        if not records:
-            return
-        try:
-            columns = steps_columns(records, self._origin)
-        except _UNSTORABLE as error:
-            self._give_up("steps", len(records), error)
-        else:
-            self._write("steps", columns)
-
-    def _write_fingerprints(self, records: list[FingerprintRecord]) -> None:
-        if not records:
-            return
-        try:
-            columns = fingerprints_columns(records, self._origin)
-        except _UNSTORABLE as error:
-            self._give_up("fingerprints", len(records), error)
-        else:
-            self._write("fingerprints", columns)
-
-    def _write(self, table: str, columns: Columns, sample_id: int | None = None, sample_us: int = 0) -> None:
-        try:
-            data = encode_columns(columns, self._metadata)
-        except _UNSTORABLE as error:
-            self._give_up(table, columns.table.num_rows, error)
-            return
-        self._waiting.add(EncodedPart(table, columns.table.num_rows, data, sample_id, sample_us))
-        self._waiting.write(self._clock.monotonic_s())
-        self._manifest_changed = True
-
-    def _give_up(self, table: str, rows: int, error: Exception) -> None:
-        self._dropped_rows[table] += rows
-        self._note_failure(error)
-
     def _keep_alive(self) -> None:
         try:
             self._target.keep_alive()
@@ -453,7 +342,7 @@ class RankWriter:
         """Writes ``result.json`` and ``index.md``; rows and manifest never depend on them."""
         try:
             found = make(self._modules, self.counters(), _iso(self._clock.wall_us()))
-        except (*_UNSTORABLE, MemoryError) as error:
+        except (*UNSTORABLE, MemoryError) as error:
             self._note_failure(error)
             return
         for name, data in found.items():
@@ -514,7 +403,10 @@ class RankWriter:
         }
 
     def _rows_dropped(self, table: str) -> int:
-        return self._dropped_rows[table] + self._waiting.dropped_rows[table]
+        return self._tables.dropped_rows[table] + self._waiting.dropped_rows[table]
+
+    def _part_added(self) -> None:
+        self._manifest_changed = True
 
     def _note_failure(self, error: Exception) -> None:
         """Counts a failure to store; one that repeats itself is listed once, lest it push out all others."""
@@ -526,10 +418,6 @@ class RankWriter:
             self.add_error(ErrorRecord("storage", "", type(error).__name__, text))
         if self._report is not None:
             self._report("storage", error)
-
-
-def _sample_id(delivery: tuple[int, Sample]) -> int:
-    return delivery[0]
 
 
 def _iso(microseconds: int) -> str:

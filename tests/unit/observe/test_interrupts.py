@@ -25,7 +25,11 @@ from unit.observe.memory import MemorySession, Recorder, num_hooks, observe, tra
 OWN = str(Path(torchinstruments.__file__).parent)
 LIFECYCLE = (
     "/observe/probe.py",
+    "/observe/choice.py",
+    "/observe/handover.py",
     "/observe/capture.py",
+    "/observe/placement.py",
+    "/observe/layer_calls.py",
     "/observe/hooks.py",
     "/observe/bypass.py",
     "/observe/slots.py",

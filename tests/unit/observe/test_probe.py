@@ -26,7 +26,6 @@ from torchinstruments.observe.sampling import (
     AlwaysSampler,
     EveryNForwardsSampler,
     EveryNStepsSampler,
-    SamplingEvent,
 )
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.records import Outcome, SampleState
@@ -52,14 +51,6 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the block's output."""
         return x + self.drop(self.act(self.fc(self.norm(x))))
-
-
-class Failing:
-    """A sampler that raises."""
-
-    def should_sample(self, event: SamplingEvent) -> bool:
-        """Raises."""
-        raise ValueError(f"at {event.forward_index}")
 
 
 def failing(tensor: torch.Tensor) -> Mapping[str, float]:
@@ -121,20 +112,6 @@ def test_attempts_reach_the_session_and_positions_the_sampler(session: MemorySes
     assert [(a.attempt, a.micro_batches, a.outcome) for a in session.attempts] == [
         (attempt, 2, Outcome.APPLIED) for attempt in range(4)
     ]
-
-
-def test_a_sampler_that_raises_chooses_nothing_and_is_reported_once(session: MemorySession) -> None:
-    """Training goes on; every error is counted."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    observer = observe(model, session, sampler=Failing())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            model(torch.ones(1, 2))
-    assert len(caught) == 1
-    assert "sampler failed in the model: ValueError: at 0" in str(caught[0].message)
-    assert session.deliveries == []
-    assert observer.counters.errors == {"sampler": 3}
 
 
 def test_a_reducer_that_raises_costs_its_own_values(session: MemorySession) -> None:
@@ -260,20 +237,6 @@ def test_an_unsampled_forward_costs_the_same_however_many_modules_there_are(dire
     assert many_calls["RootProbe.root_started"] == 1
     assert abs(many_bytes - few_bytes) < 8 * (200 - 2)
     assert max(few_kept, many_kept) < 300
-
-
-def test_paused_forwards_are_counted_and_not_measured(session: MemorySession) -> None:
-    """Pauses may be nested."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    observer = observe(model, session)
-    with observer.paused():
-        with observer.paused():
-            model(torch.ones(1, 2))
-        model(torch.ones(1, 2))
-    model(torch.ones(1, 2))
-    (sample,) = session.samples()
-    assert (sample.ordinal, sample.position.forward_index) == (0, 2)
-    assert observer.counters.forwards == 3
 
 
 def test_detaching_before_the_backward_drops_its_gradients(session: MemorySession) -> None:
@@ -476,27 +439,6 @@ def test_giving_up_a_forward_lets_no_exception_out(
     model(torch.zeros(1))
     assert [error.message for error in session.errors] == ["cannot be given up"]
     assert [sample.state for sample in session.samples()] == [SampleState.FORWARD_COMPLETE]
-
-
-def test_a_sampler_of_ones_own_may_draw_random_numbers_and_change_modes(session: MemorySession) -> None:
-    """The program goes on as without it."""
-
-    class Careless:
-        def should_sample(self, event: SamplingEvent) -> bool:
-            torch.set_default_dtype(torch.float64)
-            torch.set_grad_enabled(False)
-            return bool(torch.rand(1) < 2) and event.forward_index == 0
-
-    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    torch.manual_seed(5)
-    expected = model(torch.ones(4, 2))
-    observe(model, session, sampler=Careless())
-    torch.manual_seed(5)
-    output = model(torch.ones(4, 2))
-    assert torch.equal(output, expected)
-    assert output.requires_grad
-    assert torch.get_default_dtype() is torch.float32
-    assert len(session.deliveries) == 1
 
 
 def test_a_signal_handler_may_count_and_report_where_its_thread_does() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchinstruments import AlwaysSampler, DirectorySink, Observer, inject_observer, open_run
-from torchinstruments.enrolment import MAX_DIRECT_WORLD_SIZE
+from torchinstruments.rank_place import MAX_DIRECT_WORLD_SIZE
 from torchinstruments.records import ModuleRecord, RunRecord, Sample
 from torchinstruments.statistics.batching import ScalarBatch
 from torchinstruments.statistics.histograms import HistogramReducer
