@@ -48,6 +48,7 @@ from torchinstruments.records import (
 from torchinstruments.sinks.delivery import EXIT_TIMEOUT_S, Delivery, others_may_train
 from torchinstruments.sinks.directory import RankFolderSink
 from torchinstruments.sinks.event_files import HistogramFiles, open_histogram_files
+from torchinstruments.sinks.interrupts import uninterrupted
 from torchinstruments.sinks.sink import Sink
 from torchinstruments.store.filesystem import redact
 from torchinstruments.store.spool_folder import LOG as UPLOADER_LOG
@@ -572,6 +573,7 @@ def _nothing() -> None:
     """Stands for an observer that is not there yet."""
 
 
+@uninterrupted()
 def _finish_after_main() -> None:
     """Lets what a first forward began come to its end, before the writer threads are asked to finish.
 
@@ -582,6 +584,7 @@ def _finish_after_main() -> None:
     _finish_enrolments()
 
 
+@uninterrupted()
 def _finish_at_exit() -> None:
     """Does the same for what threads did that outlived the main one."""
     _tell_open_attempts()
