@@ -12,6 +12,7 @@ import weakref
 from typing import Protocol
 
 from torchinstruments.sinks.delivery import EXIT_TIMEOUT_S, others_may_train
+from torchinstruments.sinks.interrupts import uninterrupted
 
 __all__ = ["Exiting", "finish_at_exit", "tell_at_exit"]
 
@@ -49,6 +50,7 @@ def finish_at_exit(session: Exiting) -> None:
     _waiting.add(session)
 
 
+@uninterrupted()
 def _finish_after_main() -> None:
     """Lets what a first forward began come to its end, before the writer threads are asked to finish.
 
@@ -59,6 +61,7 @@ def _finish_after_main() -> None:
     _finish_enrolments()
 
 
+@uninterrupted()
 def _finish_at_exit() -> None:
     """Does the same for what threads did that outlived the main one."""
     _tell_open_attempts()

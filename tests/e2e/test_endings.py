@@ -131,6 +131,26 @@ def test_a_process_that_is_gone_at_once_keeps_what_was_flushed(
     assert not result["coverage"]["complete"]
 
 
+def test_ctrl_c_while_a_process_says_goodbye_loses_nothing(fork_server: ForkServer, tmp_path: Path) -> None:
+    """Torchrun sends a second one beside the terminal's; the exit status stays what it was."""
+    body = """
+observer = attach(); train(); assert observer.flush(); train(1)
+fsync = os.fsync
+def interrupted(descriptor):
+    if threading._SHUTTING_DOWN:
+        os.kill(os.getpid(), signal.SIGINT); say("interrupted"); time.sleep(0.02)
+    return fsync(descriptor)
+os.fsync = interrupted
+sys.exit(3)
+"""
+    program = start(fork_server, tmp_path, body)
+    assert program.wait() == 3, program.err.read_text()
+    assert program.out.read_text().count("interrupted") > 1
+    assert program.err.read_text() == ""
+    assert num_samples(tmp_path) == 4
+    assert manifest(str(tmp_path / "run")).status == "closed"
+
+
 def test_sigterm_during_training_ends_it_within_seconds(fork_server: ForkServer, tmp_path: Path) -> None:
     """No sample is half there, nothing counts as dropped, and nothing is printed."""
     body = "attach(); train(); say('ready')\nwhile True: train(1)\n"

@@ -2,10 +2,12 @@
 
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from storage.spooling import (
     stored_manifest,
 )
 from storage.uploaders import WAIT_S, root, until, uploader_pids
-from torchinstruments import open_run
+from torchinstruments import merge_run, open_run
 from torchinstruments.config import HistoryConfig
 from torchinstruments.records import Signal
 from torchinstruments.store import layout
@@ -403,6 +405,67 @@ def test_a_part_that_cannot_be_read_does_not_hold_up_the_rest(
     samples = stored_manifest(storage).tables["samples"]
     assert (samples.rows, samples.rows_dropped, samples.rows_in_spool) == (2, 7, 0)
     assert len(list((spool / "unreadable").iterdir())) == 1
+
+
+@pytest.mark.parametrize("is_bucket", [True, False], ids=["bucket", "folder"])
+def test_a_run_whose_place_was_deleted_is_a_run_again(
+    moto_store: ObjectStore, root: Path, is_bucket: bool
+) -> None:
+    """What says which run it is, generation and documents are there again; the merge counts lost parts."""
+    import s3fs
+
+    bucket = moto_store.make_bucket(f"deleted-{uuid.uuid4().hex[:12]}")
+    url = f"s3://{bucket}/run"
+    storage = open_storage(url, moto_store.storage_options)
+    client = s3fs.S3FileSystem(**moto_store.storage_options, use_listings_cache=False)
+    ensure_run(storage, make_run())
+    target = make_target(url, moto_store.storage_options, root)
+    target.write_document("modules-1a2b3c4d.json", b"{}")
+    target.write_part("samples", 2, make_part([1, 2]))
+    target.write_document("process-1a2b3c4d.json", make_manifest(target, status="running"))
+    assert target.upload(WAIT_S)
+    client.rm(f"{bucket}/run", recursive=True)
+    if is_bucket:
+        client.call_s3("delete_bucket", Bucket=bucket)
+    target.write_part("samples", 1, make_part([3]))
+    if is_bucket:
+        assert not target.upload(2.0)
+        assert "StorageNotFoundError" in target.state().last_error
+        moto_store.make_bucket(bucket)
+    target.write_document("process-1a2b3c4d.json", make_manifest(target, status="closed"))
+    assert target.finish(WAIT_S)
+
+    assert sample_ids(storage) == [3]
+    assert decode_run(storage.read(layout.RUN_FILE)).run_id == make_run().run_id
+    assert decode_generation(storage.read(layout.generation_file(0))).generation == 0
+    assert storage.read("rank-000/modules-1a2b3c4d.json") == b"{}"
+    merged = str(root.parent / "merged")
+    result: Any = merge_run(url, storage_options=moto_store.storage_options, output=merged).result
+    assert [(one["table"], one["parts"]) for one in result["coverage"]["missing_parts"]] == [("samples", 1)]
+
+
+@pytest.mark.parametrize("removed", ["the process", "the run", "the root"])
+def test_a_spool_that_was_removed_goes_on(tmp_path: Path, root: Path, removed: str) -> None:
+    """What was up stays under its names, what lay there is lost and counted, the rest arrives."""
+    url = str(tmp_path / "shared run")
+    target = make_target(url, None, root)
+    target.write_part("samples", 3, make_part([0, 1, 2]))
+    assert target.upload(WAIT_S)
+    target.write_part("samples", 1, make_part([3]))  # small and young: it waits
+    assert target.state().tables["samples"].rows == 3
+    folder = Path(target.path)
+    shutil.rmtree({"the process": folder, "the run": folder.parent, "the root": root}[removed])
+    target.write_part("samples", 2, make_part([4, 5]))
+    with pytest.raises(OSError, match="was removed, or a part of it,"):
+        target.keep_alive()
+    target.write_document("process-1a2b3c4d.json", make_manifest(target, status="closed"))
+    assert target.finish(WAIT_S)
+    storage = open_storage(url)
+    assert sample_ids(storage) == [0, 1, 2, 4, 5]
+    samples = stored_manifest(storage).tables["samples"]
+    assert (samples.rows, samples.rows_in_spool, samples.rows_dropped) == (5, 0, 1)
+    assert samples.next_part == len(storage.list("rank-000/samples.parts"))
+    assert until(lambda: not list(root.iterdir()))
 
 
 def test_memory_is_served_by_a_thread(root: Path) -> None:

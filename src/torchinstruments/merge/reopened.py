@@ -1,23 +1,26 @@
 """The result of an earlier merge, opened again with its tables."""
 
+import contextlib
 import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchinstruments.errors import RunFormatError
+from torchinstruments.errors import RunFormatError, TorchInstrumentsError
 from torchinstruments.merge.merged_run import merged_folder
 from torchinstruments.merge.result import RESULT_FILE, RESULT_SCHEMA_VERSION, MergeResult
 from torchinstruments.store.filesystem import open_storage
+from torchinstruments.store.layout import MERGED
+from torchinstruments.store.local import require_no_link
 
 if TYPE_CHECKING:
     from torchinstruments.store.storage import Storage
 
-__all__ = ["merged_table", "reopen_result"]
+__all__ = ["merged_table", "reopen_result", "shaped_like_a_merge"]
 
 
 class _Run(msgspec.Struct):
@@ -44,9 +47,12 @@ def reopen_result(url: str, storage_options: Mapping[str, object] | None = None)
     Raises:
         ConfigurationError: The address cannot work.
         RunFormatError: There is no run, or what the merge left cannot be read.
-        StorageError: The store refused or did not answer.
+        StorageError: The store refused or did not answer, or the folder of the merged files is a link.
     """
-    storage = merged_folder(open_storage(url.removesuffix(f"/{RESULT_FILE}"), storage_options))
+    given = open_storage(url.removesuffix(f"/{RESULT_FILE}"), storage_options)
+    storage = merged_folder(given)
+    if storage is not given:
+        require_no_link(given, MERGED)  # a page is written there
     try:
         data = storage.read(RESULT_FILE)
     except FileNotFoundError:
@@ -89,6 +95,36 @@ def merged_table(merged: MergeResult, name: str) -> pq.ParquetFile | None:
         return pq.ParquetFile(io.BytesIO(data))
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _unreadable(merged.storage, name, error) from None
+
+
+@contextlib.contextmanager
+def shaped_like_a_merge(merged: MergeResult) -> Generator[None]:
+    """Tells what a result that no merge wrote does to whoever shows it.
+
+    Raises:
+        RunFormatError: Something is missing in the result or a table, or is of another type than is due.
+    """
+    import polars as pl
+
+    try:
+        yield
+    except TorchInstrumentsError:
+        raise
+    except (
+        AssertionError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        pa.ArrowException,
+        pl.exceptions.PolarsError,
+    ) as error:
+        what = " ".join(f"{type(error).__name__} {error}".split())[:200]
+        raise RunFormatError(
+            f"{RESULT_FILE} in {merged.url.rstrip('/')}, or a table beside it, is not what a merge writes "
+            f"({what}); merge the run again"
+        ) from error
 
 
 def _unreadable(storage: "Storage", name: str, error: object) -> RunFormatError:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torchinstruments._version import __version__
 from torchinstruments.merge.overview import OVERVIEW_FILE, OVERVIEW_KEY
 from torchinstruments.merge.rank_sets import parse_ranks, ranks_text
-from torchinstruments.merge.reopened import merged_table
+from torchinstruments.merge.reopened import merged_table, shaped_like_a_merge
 from torchinstruments.merge.timeline import TIMELINE_FILE
 from torchinstruments.report.coverage_lines import coverage_lines, headline
 from torchinstruments.report.document import Record, as_integer, as_list, as_record, as_records
@@ -68,11 +68,12 @@ def write_report(
 
     Raises:
         ConfigurationError: The extra ``report`` is not installed, or `output` cannot work.
-        RunFormatError: A table of the merge cannot be read.
+        RunFormatError: A table of the merge cannot be read, or it or the result is not what a merge writes.
         StorageError: A store refused or did not answer.
     """
     require_report_extra()
-    page, missing = _page(merged)
+    with shaped_like_a_merge(merged):
+        page, missing = _page(merged)
     data = page.encode("utf-8", "backslashreplace")
     storage, name = merged.storage, REPORT_FILE
     if output is not None:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from torchinstruments.errors import ConfigurationError, RunFormatError
 from torchinstruments.merge.comparison import COMPARISON_FILE
-from torchinstruments.merge.reopened import merged_table
+from torchinstruments.merge.reopened import merged_table, shaped_like_a_merge
 
 if TYPE_CHECKING:
     from torchinstruments.merge.result import MergeResult
@@ -62,7 +62,7 @@ def write_tensorboard(merged: "MergeResult", folder: str | Path) -> WrittenScala
 
     Raises:
         ConfigurationError: Something lies in the folder, or it cannot be written to.
-        RunFormatError: The table of the merge cannot be read.
+        RunFormatError: The table of the merge cannot be read, or is not what a merge writes.
         StorageError: A store did not answer.
     """
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -87,7 +87,7 @@ def write_tensorboard(merged: "MergeResult", folder: str | Path) -> WrittenScala
         )
     tags: dict[str, str] = {}
     num_values = 0
-    with closing(EventFileWriter(str(target))) as writer:
+    with shaped_like_a_merge(merged), closing(EventFileWriter(str(target))) as writer:
         for batch in table.iter_batches(_ROWS_AT_ONCE, columns=list(_COLUMNS)):
             for row in batch.to_pylist():
                 tag = _tag(row)

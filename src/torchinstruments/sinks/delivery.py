@@ -32,6 +32,7 @@ from torchinstruments.records import (
     ModuleRecord,
     RunRecord,
 )
+from torchinstruments.sinks.interrupts import uninterrupted
 from torchinstruments.sinks.outbox import (
     Attempts,
     BoundedOutbox,
@@ -391,6 +392,7 @@ def others_may_train() -> bool:
     )
 
 
+@uninterrupted()
 def _finish_after_main() -> None:
     """Flushes what is still open when the main thread has ended, and closes it unless others may go on.
 
@@ -406,6 +408,7 @@ def _finish_after_main() -> None:
             delivery.close(left_s, complete=False)
 
 
+@uninterrupted()
 def _finish_at_exit() -> None:
     """Closes what is open when all threads have ended but daemons, all of it within `EXIT_TIMEOUT_S`."""
     deadline_s = time.monotonic() + EXIT_TIMEOUT_S

@@ -86,6 +86,10 @@ class FileLock:
         lock.release()
         return True
 
+    def is_at(self, path: Path) -> bool:
+        """Returns whether the lock's file is still the one at `path`; else others may lock another one."""
+        return self.descriptor >= 0 and _is_file_at(self.descriptor, path)
+
     def release(self) -> None:
         """Frees the lock, wherever else its descriptor was inherited; once more does nothing."""
         if self.descriptor >= 0:

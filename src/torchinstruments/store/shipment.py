@@ -22,10 +22,12 @@ from torchinstruments.store import layout
 from torchinstruments.store.catalog import decode_catalog
 from torchinstruments.store.claim import ensure_generation, ensure_run, write_members
 from torchinstruments.store.filesystem import Storage
+from torchinstruments.store.inspection import Expected, inspect_part
 from torchinstruments.store.joining import UnreadablePartError, join_parts
 from torchinstruments.store.locks import FileLock
 from torchinstruments.store.manifest import TableState, decode_manifest, encode_document
 from torchinstruments.store.spool_folder import (
+    ABOUT,
     CLOSED,
     DOCUMENTS,
     OPEN_SUFFIX,
@@ -85,9 +87,12 @@ class Shipment:
         self.folder = folder
         self._log = log
         self._after_put = after_put
+        self._made_at = _stamp(folder / ABOUT)
         self._about = read_about(folder)
         self._progress = read_progress(folder)
         self._home: Storage | None = None
+        self._is_run_there = self._about.verified
+        self._seen_s: dict[str, float] = {}
         self._sent: dict[str, tuple[int, int]] = {}
         self._sent_manifest = b""
         self._manifest_sent_s = float("-inf")
@@ -101,13 +106,29 @@ class Shipment:
         """Returns whether the process writes no more: it said so, or it is dead."""
         return (self.folder / CLOSED).exists() or FileLock.is_free(self.folder / WRITER_LOCK)
 
+    def was_made_again(self) -> bool:
+        """Returns whether its writer has made the folder again since it was opened here, or it is gone."""
+        try:
+            return _stamp(self.folder / ABOUT) != self._made_at
+        except OSError:
+            return True
+
     def has_request(self) -> bool:
         """Returns whether the process waits for everything to be uploaded."""
         return read_text(self.folder / WANTED) != self._progress.served
 
-    def forget_home(self) -> None:
-        """Asks the store again for the run's folder at the next round, perhaps over a new client."""
+    def forget_home(self, *, is_gone: bool) -> None:
+        """Asks the store again for the run's folder at the next round, perhaps over a new client.
+
+        Args:
+            is_gone: Whether it, or its bucket, was removed: what says which run it is has to be written anew.
+        """
         self._home = None
+        if is_gone:
+            self._is_run_there = False
+            self._sent.clear()
+            self._sent_manifest = b""
+            self._manifest_sent_s = float("-inf")
 
     def note_error(self, text: str) -> None:
         """Tells the writing process why uploading fails; ``""`` once it does not."""
@@ -131,11 +152,16 @@ class Shipment:
         request = read_text(self.folder / WANTED)
         urgent = urgent or request != self._progress.served or self.is_over()
         home = self._claimed(base)
-        parts = self._unsent(list_parts(self.folder))
+        if self._progress.is_behind:
+            self._recount(home)
+        parts = self._aged(self._unsent(list_parts(self.folder)))
         left, more = self._ship_parts(home, parts, urgent=urgent)
         if more or self._ship_segments(home):
             return True
-        self._ship_documents(home, left, urgent=urgent)
+        if not self._ship_documents(home, left, urgent=urgent):
+            self._log(f"{home.url} was removed, and what says which run it holds is written once more")
+            self.forget_home(is_gone=True)
+            return True
         if request != self._progress.served or self._progress.last_error:
             self._save(replace(self._progress, served=request, last_error=""))
         return False
@@ -159,7 +185,7 @@ class Shipment:
         if self._home is not None:
             return self._home
         about = self._about
-        if about.verified and not base.is_local:
+        if self._is_run_there and not base.is_local:
             self._home = base.child(f"run-{about.run.run_id}") if about.beside else base
         else:
             home = ensure_run(base, about.run)
@@ -183,6 +209,38 @@ class Shipment:
         if self._progress.url != self._home.url or not self._progress.verified:
             self._save(replace(self._progress, verified=True, url=self._home.url))
         return self._home
+
+    def _recount(self, home: Storage) -> None:
+        """Counts objects that were put before the folder was removed; nothing is put over them."""
+        tables = dict(self._progress.tables)
+        folder, process = self._about.folder, self._about.process
+        for table in layout.TABLES:
+            state = self._table(table)
+            place = layout.part_file(folder, table, process, 0).rpartition("/")[0]
+            for entry in home.list(place):
+                name = layout.parse_part(entry.path.rpartition("/")[2])
+                if name is None or name.process != process or name.sequence < state.next_part:
+                    continue
+                expected = Expected(table, self._about.run.run_id, process, self._about.rank)
+                rows = inspect_part(home, entry.path, expected, entry.size_bytes).num_rows
+                found = tables.get(table, state)
+                tables[table] = replace(
+                    found,
+                    next_part=max(found.next_part, name.sequence + 1),
+                    rows=found.rows + rows,
+                    bytes=found.bytes + entry.size_bytes,
+                    rows_dropped=found.rows_dropped - rows,  # its writer gave them up
+                )
+        self._save(replace(self._progress, tables=tables, is_behind=False))
+
+    def _aged(self, parts: list[SpooledPart]) -> list[SpooledPart]:
+        """Returns parts that are as old as they have been seen here, though the host's clock was set back."""
+        now_s, wall_s = time.monotonic(), time.time()
+        self._seen_s = {part.path.name: self._seen_s.get(part.path.name, now_s) for part in parts}
+        return [
+            replace(part, written_at_s=min(part.written_at_s, wall_s - now_s + self._seen_s[part.path.name]))
+            for part in parts
+        ]
 
     def _unsent(self, parts: list[SpooledPart]) -> list[SpooledPart]:
         """Deletes what is up already, and returns the rest."""
@@ -276,16 +334,19 @@ class Shipment:
             path.unlink(missing_ok=True)
         return len(segments) > _SEGMENTS_A_ROUND
 
-    def _ship_documents(self, home: Storage, left: list[SpooledPart], *, urgent: bool) -> None:
+    def _ship_documents(self, home: Storage, left: list[SpooledPart], *, urgent: bool) -> bool:
+        """Uploads documents that changed; returns False where the run's folder turns out to be gone."""
         manifest_name = layout.manifest_file("", self._about.process)
         for path in sorted((self.folder / DOCUMENTS).glob("[!.]*")):
             status = path.stat()
             stamp = (status.st_mtime_ns, status.st_size)
             if path.name == manifest_name:
-                self._ship_manifest(home, path, left, urgent=urgent)
+                if not self._ship_manifest(home, path, left, urgent=urgent):
+                    return False
             elif self._sent.get(path.name) != stamp:
                 self._ship_document(home, path)
                 self._sent[path.name] = stamp
+        return True
 
     def _ship_document(self, home: Storage, path: Path) -> None:
         data = path.read_bytes()
@@ -304,16 +365,21 @@ class Shipment:
         else:
             home.replace(target, data)
 
-    def _ship_manifest(self, home: Storage, path: Path, left: list[SpooledPart], *, urgent: bool) -> None:
+    def _ship_manifest(self, home: Storage, path: Path, left: list[SpooledPart], *, urgent: bool) -> bool:
         data = self._uploaded_manifest(path.read_bytes(), left)
         now_s = time.monotonic()
         if data == self._sent_manifest or (
             not urgent and now_s - self._manifest_sent_s < MANIFEST_AT_MOST_EVERY_S
         ):
-            return
+            return True
+        try:
+            home.read(layout.RUN_FILE)
+        except FileNotFoundError:
+            return False
         home.replace(self._in_rank_folder(path.name), data)
         self._sent_manifest = data
         self._manifest_sent_s = now_s
+        return True
 
     def _uploaded_manifest(self, data: bytes, left: list[SpooledPart]) -> bytes:
         """Returns the writer's manifest with the state of the upload, which its writer cannot know."""
@@ -326,7 +392,7 @@ class Shipment:
                 rows=up.rows,
                 bytes=up.bytes,
                 rows_in_spool=sum(part.rows for part in left if part.table == name),
-                rows_dropped=up.rows_dropped + manifest.tables.get(name, TableState()).rows_dropped,
+                rows_dropped=max(0, up.rows_dropped + manifest.tables.get(name, TableState()).rows_dropped),
             )
         return encode_document(
             replace(
@@ -350,6 +416,11 @@ class Shipment:
     def _save(self, progress: Progress) -> None:
         write_atomically(self.folder, PROGRESS, progress)
         self._progress = progress
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def select_parts(

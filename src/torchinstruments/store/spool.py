@@ -11,9 +11,11 @@ like on a full disk. It is its user's alone: see `private_folders`.
 import contextlib
 import errno
 import os
+import threading
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -37,6 +39,7 @@ from torchinstruments.store.spool_folder import (
     About,
     Progress,
     TableProgress,
+    list_parts,
     part_name,
     published,
     read_progress,
@@ -99,7 +102,7 @@ class SpoolTarget:
         self._spool = own_spool_root(Path(os.path.abspath(spool_root.expanduser()))) / name
         self._folder = self._spool / f"rank-{identity.rank:03d}-{identity.process}"
         self._process = identity.process
-        about = About(
+        self._about = About(
             url=shown,
             run=run,
             folder=folder,
@@ -114,13 +117,17 @@ class SpoolTarget:
             verified=claim.verified,
             beside=claim.verified and run_url(url, claim) == beside(url, claim.run_id),
         )
-        self._lock: FileLock | None = _make_process_folder(self._folder, about)
+        self._lock: FileLock | None = _make_process_folder(self._folder, self._about)
         self._files = LocalStorage(str(self._folder))
         self._max_bytes = _default_bound(self._spool) if max_bytes is None else max_bytes
         self._starter = UploaderStarter(self._spool, url, storage_options, in_process=in_process)
         self._started = False
         self._next_number = 0
         self._written_rows: dict[str, int] = {}
+        self._removed_rows: dict[str, int] = {}
+        self._documents: dict[str, bytes] = {}
+        self._mending = threading.Lock()
+        self._was_removed = False
         self._known_bytes = 0
         self._scanned_at_s = float("-inf")
         self._progress = Progress()
@@ -150,6 +157,7 @@ class SpoolTarget:
             OSError: So many bytes must not be written.
         """
         self._require_open()
+        self._mend()
         if not self._has_room(num_bytes, self._max_bytes // 2):
             raise OSError(
                 errno.ENOSPC,
@@ -170,6 +178,11 @@ class SpoolTarget:
             OSError: It is not durable: the disk is full, the spool holds what it may, or it was closed.
         """
         self._require_open()
+        try:
+            self._mend()
+        except OSError as error:
+            self._last_error = f"{type(error).__name__}: {error}"
+            raise
         self._require_room(len(data))
         try:
             self._files.replace(part_name(self._next_number, table, num_rows), data)
@@ -189,11 +202,7 @@ class SpoolTarget:
             OSError: The old document, if any, still stands.
         """
         self._require_open()
-        try:
-            self._files.replace(f"{DOCUMENTS}/{name}", data)
-        except OSError as error:
-            self._last_error = f"{type(error).__name__}: {error}"
-            raise
+        self._write_document(name, data)
         if name == layout.manifest_file("", self._process):
             self._closed = decode_manifest(data).status == "closed"
         self._start_once()
@@ -204,7 +213,7 @@ class SpoolTarget:
         Raises:
             OSError: It is not durable.
         """
-        self._files.replace(f"{DOCUMENTS}/generation-{record.generation:03d}.json", encode_document(record))
+        self._write_document(f"generation-{record.generation:03d}.json", encode_document(record))
 
     def state(self) -> TargetState:
         """Returns what is up and what still lies here (writer thread).
@@ -221,15 +230,30 @@ class SpoolTarget:
                 next_part=up.next_part,
                 rows=up.rows,
                 bytes=up.bytes,
-                rows_in_spool=max(0, written - up.rows - up.rows_dropped),
+                rows_in_spool=max(0, written - up.rows - up.rows_dropped - self._removed_rows.get(table, 0)),
+                rows_dropped=self._removed_rows.get(table, 0),
             )
         return TargetState(
             tables=tables, last_error=self._last_error or progress.last_error or self._starter.last_error
         )
 
     def keep_alive(self) -> None:
-        """Starts an uploader where none is alive (writer thread, about every 30 s)."""
+        """Starts an uploader where none is alive (writer thread, about every 30 s).
+
+        Raises:
+            OSError: The folder was removed since the last call, or cannot be made again.
+        """
+        self._keep_alive()
+        if self._was_removed:
+            self._was_removed = False
+            raise OSError(
+                f"the spool {self._folder} was removed, or a part of it, while this process wrote to it; "
+                f"it was made again, and rows that lay in it are lost and count as dropped"
+            )
+
+    def _keep_alive(self) -> None:
         self._started = True
+        self._mend()
         self._starter.ensure()
 
     def upload(self, timeout_s: float) -> bool:
@@ -245,6 +269,7 @@ class SpoolTarget:
             return self._is_served(self._asked) if self._asked else True
         self._asked = uuid.uuid4().hex
         try:
+            self._mend()
             self._files.replace(WANTED, self._asked.encode())
         except OSError as error:
             self._last_error = f"{type(error).__name__}: {error}"
@@ -254,7 +279,8 @@ class SpoolTarget:
         while not self._is_served(self._asked):
             now_s = time.monotonic()
             if now_s >= next_look_s:
-                self.keep_alive()
+                with contextlib.suppress(OSError):  # the writer is told so by `keep_alive`
+                    self._keep_alive()
                 next_look_s = now_s + _KEEP_ALIVE_WHILE_WAITING_S
             if now_s >= end_s:
                 return False
@@ -293,15 +319,47 @@ class SpoolTarget:
         return self._read_progress().served == token
 
     def _read_progress(self) -> Progress:
-        if self._lock is None and not (self._folder / PROGRESS).exists():
-            return self._progress  # the uploader has cleared the folder
+        if not (self._folder / PROGRESS).exists():
+            return self._progress  # nothing is up, the uploader has cleared the folder, or it was removed
         with contextlib.suppress(msgspec.DecodeError, OSError):
             self._progress = read_progress(self._folder)
         return self._progress
 
     def _start_once(self) -> None:
         if not self._started:
-            self.keep_alive()
+            self._keep_alive()
+
+    def _write_document(self, name: str, data: bytes) -> None:
+        try:
+            self._mend()
+            self._files.replace(f"{DOCUMENTS}/{name}", data)
+        except OSError as error:
+            self._last_error = f"{type(error).__name__}: {error}"
+            raise
+        self._documents[name] = data
+
+    def _mend(self) -> None:
+        """Makes the folder again where somebody removed it, or what says whose it is (any thread).
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        with self._mending:
+            lock = self._lock
+            if lock is None or (lock.is_at(self._folder / WRITER_LOCK) and (self._folder / ABOUT).exists()):
+                return
+            known = self._read_progress()
+            self._lock = _make_process_folder(self._folder, self._about, known)
+            lock.close()
+            left = list_parts(self._folder)
+            for table, written in self._written_rows.items():
+                up = known.tables.get(table, TableProgress())
+                here = sum(part.rows for part in left if part.table == table)
+                self._removed_rows[table] = max(0, written - up.rows - up.rows_dropped - here)
+            self._scanned_at_s = float("-inf")
+            self._was_removed = True
+            for name, data in self._documents.items():
+                self._files.replace(f"{DOCUMENTS}/{name}", data)
 
     def _require_open(self) -> None:
         if self._lock is None:
@@ -325,20 +383,42 @@ class SpoolTarget:
             raise OSError(errno.ENOSPC, self._last_error)
 
 
-def _make_process_folder(folder: Path, about: About) -> FileLock:
+def _make_process_folder(folder: Path, about: About, known: Progress | None = None) -> FileLock:
+    """Makes a process's folder, or what is missing of one that was removed.
+
+    Args:
+        folder: The folder.
+        about: Whose it is.
+        known: How far the uploader was, as far as the writer has read; None for a process that begins.
+
+    Raises:
+        OSError: It cannot be made.
+    """
     for last_try in (*[False] * (_TRIES - 1), True):
         try:
             make_private_folder(folder.parent)
+            if known is not None and os.path.lexists(folder):
+                make_private_folder(folder)
+                return _filled(folder, about, known)
             with published(folder) as temporary:
-                lock = FileLock.acquire(temporary / WRITER_LOCK)
-                assert lock is not None, "nobody else knows this folder yet"
-                LocalStorage(str(temporary)).replace(ABOUT, encode_document(about))
-            return lock
+                return _filled(temporary, about, known)
         except FileNotFoundError:
             # The uploader of an earlier process has just removed the empty spool.
             if last_try:
                 raise
     raise AssertionError("the last try returns or raises")
+
+
+def _filled(folder: Path, about: About, known: Progress | None) -> FileLock:
+    """Returns the lock of a folder that now says whose it is."""
+    lock = FileLock.acquire(folder / WRITER_LOCK)
+    if lock is None:
+        raise OSError(errno.EBUSY, f"the spool {folder} is locked by somebody else")
+    files = LocalStorage(str(folder))
+    if known is not None and not (folder / PROGRESS).exists():
+        files.replace(PROGRESS, encode_document(replace(known, is_behind=True)))
+    files.replace(ABOUT, encode_document(about))  # the last, for who sees it takes the rest to be there
+    return lock
 
 
 def _default_bound(spool: Path) -> int:

@@ -19,10 +19,12 @@
             progress.json                              how far the uploader has come
 
 The writing process creates everything in a process's folder but ``progress.json``; only the uploader writes
-that, and only it deletes. A folder appears under its name with its lock held already.
+that, and only it deletes. A folder appears under its name with its lock held already. One that somebody
+removed, wholly or in part, is made again by its writer, with as much of ``progress.json`` as it has read.
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -127,7 +129,8 @@ class TableProgress:
         next_part: Number of the next part.
         rows: Rows in the parts that are up.
         bytes: Size of those parts.
-        rows_dropped: Rows of spooled parts that could not be read.
+        rows_dropped: Rows of spooled parts that could not be read; less those that the writer of a removed
+            folder gave up although they were up, so that it may be negative.
         through: Number of the last spooled part that is up; -1 before the first.
         pending: Names of the spooled parts whose joined part is being put under ``next_part``. After a crash
             exactly these are put there again, so that nothing is up twice.
@@ -153,6 +156,7 @@ class Progress:
         verified: Whether the run's folder is claimed.
         url: Where the rows go, without secrets; ``""`` until that is known.
         last_error: Why uploading fails at present, ``""`` while it does not.
+        is_behind: Whether more may be up than this says: the writer made it again from what it had read.
     """
 
     tables: Mapping[str, TableProgress] = field(default_factory=dict)
@@ -160,6 +164,7 @@ class Progress:
     verified: bool = False
     url: str = ""
     last_error: str = ""
+    is_behind: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,8 +297,10 @@ def write_atomically(folder: Path, name: str, document: object) -> None:
     """Writes a document into a folder of the spool, durable and in one step.
 
     Raises:
-        OSError: The old one, if any, still stands.
+        OSError: The old one, if any, still stands; or the folder is gone, which is left to its writer.
     """
+    if not folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
     LocalStorage(str(folder)).replace(name, encode_document(document))
 
 

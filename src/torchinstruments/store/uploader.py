@@ -33,6 +33,7 @@ from torchinstruments.store.filesystem import Storage, open_storage
 from torchinstruments.store.locks import FileLock
 from torchinstruments.store.shipment import Shipment
 from torchinstruments.store.spool_folder import (
+    ABOUT,
     LOG,
     UNREADABLE,
     UPLOADER_LOCK,
@@ -171,6 +172,8 @@ class Uploader:
         self._note("")
         try:
             while True:
+                if not self._lock.is_at(self._spool / UPLOADER_LOCK):
+                    return 0  # the spool was removed; who makes it again has an uploader of its own
                 more = self._round()
                 if not self._shipments and self._leave():
                     return 0
@@ -205,8 +208,9 @@ class Uploader:
             if is_handover_wanted(self._spool):
                 return True
             try:
-                more = shipment.ship(self._opened(), urgent=urgent) or more
-                if shipment.remove_if_done():
+                is_left = shipment.ship(self._opened(), urgent=urgent)
+                more = more or is_left
+                if not is_left and shipment.remove_if_done():
                     del self._shipments[shipment.folder.name]
             except Exception as error:  # noqa: BLE001 - nothing may end the uploader while rows are left
                 failures += 1
@@ -234,7 +238,7 @@ class Uploader:
             self._base = None  # a client of its own next time, which looks for credentials anew
         concerns_all = isinstance(error, _NOT_NOW)
         for one in self._shipments.values() if concerns_all else (shipment,):
-            one.forget_home()
+            one.forget_home(is_gone=isinstance(error, StorageNotFoundError))
             with contextlib.suppress(OSError):
                 one.note_error(text)
         return concerns_all
@@ -255,8 +259,9 @@ class Uploader:
 
     def _look_for_processes(self) -> None:
         folders = {folder.name: folder for folder in process_folders(self._spool)}
-        for name in [name for name in self._shipments if name not in folders]:
-            del self._shipments[name]
+        for name, shipment in list(self._shipments.items()):
+            if name not in folders or shipment.was_made_again():
+                del self._shipments[name]
         for name, folder in folders.items():
             if name in self._shipments or name in self._unknown:
                 continue
@@ -306,7 +311,10 @@ class Uploader:
         self._lock.release()
         with contextlib.suppress(OSError):
             self._spool.rmdir()
-        if not [folder for folder in process_folders(self._spool) if folder.name not in self._unknown]:
+        if not any(
+            folder.name not in self._unknown and (folder / ABOUT).exists()
+            for folder in process_folders(self._spool)
+        ):
             return True
         with contextlib.suppress(FileNotFoundError):
             lock = FileLock.acquire(self._spool / UPLOADER_LOCK)

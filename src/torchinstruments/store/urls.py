@@ -204,19 +204,23 @@ def needs_this_process(url: str, storage_options: Mapping[str, object] | None) -
 def secrets_of(url: str, storage_options: Mapping[str, object] | None) -> tuple[str, ...]:
     """Returns the texts that must not appear in any file or message, longest first."""
     found: set[str] = set()
+    together: set[str] = set()
     for link in url.split("::"):
         match = _SCHEME.match(link)
         if match is None:
             continue
         rest = re.split(r"[?#]", link[match.end() :], maxsplit=1)
         user, at, _ = rest[0].partition("/")[0].rpartition("@")
-        found.update(part for part in (*user.split(":"), *rest[1:]) if at or part in rest[1:])
+        found.update(rest[1:])
+        if at and (match[1].lower() not in _CONTAINER_BEFORE_AT or ":" in user):
+            found.update(user.split(":"))
+            together.add(f"{user}@")
     _collect_secrets(storage_options or {}, found, is_secret=False)
+    # A short one is found where it stands in the address; anywhere else it may be a part of any word.
+    found = {text for text in found if len(text) >= _SHORTEST_SECRET} | together
     # Clients decode what an address holds and encode what they send; messages have either.
     found |= {unquote(text) for text in found} | {quote(text, safe="") for text in found}
-    return tuple(
-        sorted((text for text in found if len(text) >= _SHORTEST_SECRET), key=lambda text: (-len(text), text))
-    )
+    return tuple(sorted(found, key=lambda text: (-len(text), text)))
 
 
 def _collect_secrets(value: object, found: set[str], *, is_secret: bool) -> None:

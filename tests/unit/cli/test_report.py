@@ -3,7 +3,7 @@
 import builtins
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -108,3 +108,47 @@ def test_without_plotly_the_way_out_is_named(
     assert main(["report", run.url]) == 2
     assert "run pip install 'torchinstruments[report]'" in capsys.readouterr().err
     assert not (run.root / "merged").exists()
+
+
+def _without(name: str) -> "Callable[[dict[str, Any]], object]":
+    return lambda result: result.pop(name)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _without("comparison"),
+        lambda result: result["coverage"].pop("foreign_parts"),
+        lambda result: result["replicas"].update(unavailable_reason="\x1b[31m", equal=None),
+        lambda result: result.update(ranks=1e300),
+        lambda result: result["run"].update(versions=[["a"]]),
+        lambda result: result["comparison"]["widest"].append({"layer": "fc", "value": {}}),
+    ],
+)
+def test_a_result_that_no_merge_wrote_is_one_sentence(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], spoil: "Callable[[dict[str, Any]], object]"
+) -> None:
+    """What is missing there, or has another type, ends with 2, without a traceback and without a page."""
+    merge_run(run.url)
+    path = run.root / "merged" / "result.json"
+    result = json.loads(path.read_text())
+    spoil(result)
+    path.write_text(json.dumps(result))
+    assert main(["report", run.url]) == 2
+    said = capsys.readouterr().err
+    assert "is not what a merge writes (" in said
+    assert said.endswith("); merge the run again\n")
+    assert "\x1b" not in said
+    assert not (run.root / "merged" / "report.html").exists()
+
+
+def test_no_page_is_written_through_a_link(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that was copied from somebody may bring a link in place of its folder of results."""
+    merge_run(run.url)
+    (run.root / "merged").rename(tmp_path / "elsewhere")
+    (run.root / "merged").symlink_to(tmp_path / "elsewhere")
+    assert main(["report", run.url]) == 2
+    assert "is a link, and nothing is written through one" in capsys.readouterr().err
+    assert not (tmp_path / "elsewhere" / "report.html").exists()

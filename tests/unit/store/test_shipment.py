@@ -1,23 +1,25 @@
 """What a crash between any two steps of an upload leaves, and that repeating it changes nothing."""
 
 import io
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from storage.spooling import make_claim, make_identity, make_run, sample_ids
+from storage.spooling import make_claim, make_identity, make_run, sample_ids, stored_manifest
 from torchinstruments.config import HistoryConfig
 from torchinstruments.records import Sample, Signal
 from torchinstruments.store import layout
 from torchinstruments.store.filesystem import open_storage
 from torchinstruments.store.locks import FileLock
-from torchinstruments.store.shipment import Shipment
+from torchinstruments.store.shipment import MAX_AGE_S, Shipment
 from torchinstruments.store.spool import SpoolTarget
-from torchinstruments.store.spool_folder import UPLOADER_LOCK, list_parts, process_folders
+from torchinstruments.store.spool_folder import UPLOADER_LOCK, list_parts, process_folders, read_progress
 from torchinstruments.store.storage import Storage
 from torchinstruments.store.writer import RankWriter
 from unit.store.material import backward, forward, measurement, module, run_record
@@ -118,7 +120,7 @@ def kill_at_removal(rig: Rig, number: int) -> None:
 import os, signal, sys
 from pathlib import Path
 from torchinstruments.store.filesystem import open_storage
-from torchinstruments.store.shipment import Shipment
+from torchinstruments.store.shipment import MAX_AGE_S, Shipment
 from torchinstruments.store.spool_folder import process_folders
 removals = []
 def watch(event, arguments):
@@ -217,3 +219,42 @@ def test_joined_rows_are_in_the_order_of_the_catalog(rig: Rig) -> None:
         for layer in layers
         for name in ("output", "output_gradient")
     ]
+
+
+def test_what_was_put_before_the_folder_was_removed_is_counted_and_stays(rig: Rig) -> None:
+    """The writer had not read how far the uploader was: nothing is put over, and no row counts as dropped."""
+    rig.spool_samples(0)
+    rig.ship()
+    up = rig.objects()
+    (folder,) = process_folders(rig.spool)
+    shutil.rmtree(folder)
+    rig.spool_samples(1)
+    assert read_progress(folder).is_behind
+    assert not rig.writer.close(0.0)
+    shipment = rig.ship()
+    assert {path: data for path, data in rig.objects().items() if path in up} == up
+    assert sample_ids(rig.storage) == [0, 0, 1, 1]
+    for table, state in shipment.progress.tables.items():
+        manifest = stored_manifest(rig.storage).tables[table]
+        assert (manifest.rows, manifest.rows_dropped) == (state.rows, 0), table
+        assert state.rows == sum(
+            pq.read_metadata(io.BytesIO(data)).num_rows
+            for path, data in rig.objects().items()
+            if f"/{table}.parts/" in path
+        )
+    assert not shipment.progress.is_behind
+
+
+def test_parts_go_up_in_time_though_the_clock_was_set_back(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are as old as the uploader has seen them lie there, and not younger than their files say."""
+    rig.spool_samples(0)
+    shipment = rig.shipment()
+    shipment.ship(rig.storage, urgent=False)
+    assert rig.objects() == {}
+    wall_s, monotonic_s = time.time(), time.monotonic()
+    monkeypatch.setattr(time, "time", lambda: wall_s - 7200.0)
+    shipment.ship(rig.storage, urgent=False)
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic_s + MAX_AGE_S + 60.0)
+    assert rig.objects() == {}
+    shipment.ship(rig.storage, urgent=False)
+    assert {path.split("/")[1] for path in rig.objects()} == {"history.parts", "samples.parts"}

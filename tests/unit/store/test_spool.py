@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Generator
@@ -13,12 +14,18 @@ from storage.spooling import make_claim, make_manifest, make_part, make_target
 from torchinstruments.store.locks import FileLock
 from torchinstruments.store.spool import SpoolTarget
 from torchinstruments.store.spool_folder import (
+    ABOUT,
+    PROGRESS,
     UPLOADER_LOCK,
     WRITER_LOCK,
+    Progress,
+    TableProgress,
     list_parts,
     process_folders,
     read_about,
+    read_progress,
     spool_folder_name,
+    write_atomically,
 )
 
 _URL = "s3://bucket/run"
@@ -163,3 +170,42 @@ def test_writing_to_the_spool_imports_no_client(tmp_path: Path) -> None:
     )
     assert done.stdout.strip() == "[]"
     assert done.stderr == ""
+
+
+def test_a_folder_that_was_removed_is_made_again(held: SpoolTarget) -> None:
+    """It is private and locked, says whose it is, has its documents, and counts what is lost, told once."""
+    folder = Path(held.path)
+    held.write_part("history", 3, make_part([1, 2, 3], "history"))
+    held.write_part("history", 2, make_part([4, 5], "history"))
+    held.write_document("modules-1a2b3c4d.json", b"{}")
+    up = TableProgress(next_part=1, rows=3, bytes=100, through=0)
+    write_atomically(folder, PROGRESS, Progress(tables={"history": up}, verified=True))
+    assert held.state().tables["history"].rows_in_spool == 2
+    shutil.rmtree(folder)
+    held.write_part("history", 1, make_part([6], "history"))
+
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert read_about(folder).process == "1a2b3c4d"
+    assert not FileLock.is_free(folder / WRITER_LOCK)
+    assert (folder / "documents" / "modules-1a2b3c4d.json").read_bytes() == b"{}"
+    assert read_progress(folder) == Progress(tables={"history": up}, verified=True, is_behind=True)
+    state = held.state().tables["history"]
+    assert (state.next_part, state.rows, state.rows_in_spool, state.rows_dropped) == (1, 3, 1, 2)
+    with pytest.raises(OSError, match=r"was removed, or a part of it, .* rows that lay in it are lost"):
+        held.keep_alive()
+    held.keep_alive()
+
+
+def test_what_a_cleaner_leaves_of_a_folder_is_kept(held: SpoolTarget) -> None:
+    """Old files go, as a cleaner of ``/tmp`` takes them; what they said is written again beside the rows."""
+    folder = Path(held.path)
+    held.write_part("samples", 1, make_part([1]))
+    write_atomically(folder, PROGRESS, Progress(served="x"))
+    for name in (ABOUT, WRITER_LOCK):
+        (folder / name).unlink()
+    held.write_document("process-1a2b3c4d.json", make_manifest(held, status="running"))
+    assert read_about(folder).run.run_id == "night-7"
+    assert not FileLock.is_free(folder / WRITER_LOCK)
+    assert read_progress(folder) == Progress(served="x")
+    state = held.state().tables["samples"]
+    assert (state.rows_in_spool, state.rows_dropped) == (1, 0)

@@ -120,8 +120,10 @@ def test_a_store_that_never_comes_back_is_given_up_and_nothing_deleted(tmp_path:
     assert again is not None
     assert Uploader(spool, url, None, again).run() == 0
     assert [entry.path for entry in open_storage(url).walk()] == [
+        "generations/000.json",
         "rank-000/process-1a2b3c4d.json",
         "rank-000/samples.parts/part-1a2b3c4d-000000.parquet",
+        "run.json",
     ]
     assert list(tmp_path.iterdir()) == []
 

@@ -132,7 +132,8 @@ def test_secrets_of_options_and_addresses_are_found() -> None:
         },
     )
     expected = {"someone", "hunter2222", "access-key", "secret-key", "session-token", "sig=signature-text"}
-    assert set(found) == {*expected, "sig%3Dsignature-text"}
+    encoded = {"sig%3Dsignature-text", "someone%3Ahunter2222%40"}
+    assert set(found) == {*expected, *encoded, "someone:hunter2222@"}
     assert urls.scrub("refused: secret-key and access-key", found) == "refused: *** and ***"
 
 
@@ -143,8 +144,18 @@ def test_secrets_are_found_encoded_and_decoded() -> None:
     assert urls.scrub(said, found) == "530 ***, ***: ***, ***"
 
 
+@pytest.mark.parametrize("url", ["s3://me:pw@host/run", "simplecache::s3://me:pw@host/run"])
+def test_a_short_password_is_hidden_where_it_stands_in_the_address(url: str) -> None:
+    """A client may take it for a part of the bucket; the same letters in other words stay."""
+    said = 'Invalid bucket name "me:pw@host", http://store/me%3Apw%40host: some pwd'
+    assert urls.scrub(said, urls.secrets_of(url, None)) == (
+        'Invalid bucket name "***host", http://store/***host: some pwd'
+    )
+
+
 def test_an_address_without_secrets_has_none() -> None:
     """Nothing is taken for a secret in a plain address."""
+    assert urls.secrets_of("abfs://container@account/run", None) == ()
     assert urls.secrets_of("s3://bucket/run", {"client_kwargs": {"endpoint_url": "http://store:9000"}}) == ()
 
 
