@@ -231,7 +231,9 @@ class RootProbe:
         """
         self._is_displaced |= self._is_armed and self._watch.is_displaced()
         self._is_armed = False
-        self._watch.remove()
+        if self._forcing is not None:
+            self._forcing.close()
+        self._watch.remove(but_ends=self._forcing is not None and self._forcing.is_running)
         if self._override is not None:
             self._override.remove()
         _detach_all(self._companions, self._bypass, self._forcing)
@@ -418,7 +420,10 @@ class RootProbe:
 
     def root_ended(self, module: nn.Module, output: object) -> None:
         """Takes the end of a call, by an exception too; it never raises (training thread, hot path)."""
-        if not self._is_armed or is_in_backward():
+        if is_in_backward():
+            return
+        if not self._is_armed:
+            self._left_behind_removal(module, output)
             return
         call = self._calls.current()
         if call is None or call.called != id(module):
@@ -434,6 +439,15 @@ class RootProbe:
             finally:
                 # Whatever became of the sample, a stance that was taken for it has to be left.
                 self._leave(call, output, failed=failed)
+        except Exception as error:  # noqa: BLE001 - nothing may leave a hook
+            self.faults.report("forward", "", error)
+
+    def _left_behind_removal(self, module: nn.Module, output: object) -> None:
+        """Takes the end of a call in which the observer was removed, where it was forced (hot path)."""
+        try:
+            if self._forcing is not None and num_calls(module) == 1:
+                self._forcing.ended_behind_removal(output)
+                self._watch.remove(but_ends=self._forcing.is_running)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self.faults.report("forward", "", error)
 
@@ -475,7 +489,7 @@ class RootProbe:
             if self._forcing is not None:
                 # Before anything that may fail on one rank alone.
                 call.flight = self._forcing.forward_started(
-                    position, is_chosen=is_chosen, world_size=self.session.world_size
+                    position, id(module), is_chosen=is_chosen, world_size=self.session.world_size
                 )
             if is_chosen:
                 self._sample(call, module, position, started_us)

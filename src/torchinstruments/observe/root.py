@@ -169,13 +169,18 @@ class RootWatch:
             if watched() is module:
                 move_to_end(module, post_hook)
 
-    def remove(self) -> None:
-        """Takes everything out again (any thread). Idempotent, and can be called again after an interrupt."""
+    def remove(self, *, but_ends: bool = False) -> None:
+        """Takes everything out again (any thread). Idempotent, and can be called again after an interrupt.
+
+        Args:
+            but_ends: Whether to leave the hooks that see the end of a call, for one that runs.
+        """
         for watched, pre_hook, post_hook in self._hooks:
             module = watched()
             if module is not None:
                 take_out(module, pre_hook)
-                take_out(module, post_hook)
+                if not but_ends:
+                    take_out(module, post_hook)
         for slot in self._slots:
             slot.remove()
 

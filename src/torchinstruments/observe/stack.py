@@ -5,6 +5,7 @@ microsecond, and only frames of module calls are looked into.
 """
 
 import sys
+import threading
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
@@ -16,6 +17,7 @@ __all__ = [
     "count_as_call",
     "enclosing_call",
     "is_called",
+    "is_called_in",
     "is_copy",
     "is_in_reentrant_checkpoint",
     "num_calls",
@@ -58,6 +60,19 @@ def num_calls(module: nn.Module) -> int:
 def is_called(key: int) -> bool:
     """Returns whether the thread is in a call of the module with an id (training thread, hot path)."""
     return any(id(called) == key for called in callers(sys._getframe(1)))  # noqa: SLF001 - nothing else tells
+
+
+def is_called_in(thread: int, key: int) -> bool:
+    """Returns whether a thread is in a call of the module with an id (any thread).
+
+    Args:
+        thread: Which; False where it is gone.
+        key: Id of the module.
+    """
+    if thread == threading.get_ident():
+        return is_called(key)
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 - nothing else tells
+    return any(id(called) == key for called in callers(frame))
 
 
 def enclosing_call(forward: object, module: nn.Module, frame: FrameType | None) -> nn.Module | None:

@@ -40,6 +40,7 @@ from torchinstruments.observe.faults import Faults, too_deep
 from torchinstruments.observe.hooks import GradientHook
 from torchinstruments.observe.leaves import tensors_in
 from torchinstruments.observe.sampling import AlwaysSampler, EveryNStepsSampler, SamplingPolicy
+from torchinstruments.observe.stack import is_called_in
 from torchinstruments.ranks.pipelining import is_pipelined
 from torchinstruments.ranks.policy import Policy
 from torchinstruments.records import Position
@@ -71,12 +72,14 @@ class Flight:
     Args:
         owner: Whose forward it is.
         attempt: In which it began.
+        called: Id of the module that was called.
         is_forced: Whether it runs under the stance.
     """
 
-    def __init__(self, owner: "Forcing", attempt: int | None, *, is_forced: bool) -> None:
+    def __init__(self, owner: "Forcing", attempt: int | None, called: int, *, is_forced: bool) -> None:
         self.owner = weakref.ref(owner)
         self.attempt = attempt
+        self.called = called
         self.thread = threading.get_ident()
         self.is_forced = is_forced
         self.state = _State.RUNNING
@@ -98,6 +101,9 @@ class Flight:
         if self.state is not _State.RUNNING:
             return
         self.state = _State.WAITING
+        owner = self.owner()
+        if owner is not None:
+            owner.running.pop(self.thread, None)
         if failed or output is None or not torch.is_grad_enabled():
             self.over()
             return
@@ -110,8 +116,14 @@ class Flight:
         hooked = [tensor for _, tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
         for tensor in hooked:
             tensor.register_hook(hook)
-        if not hooked:
+        if not hooked or self.is_left:
+            # Behind its observer the stance is taken again for the backward alone.
             self.over()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the call that it follows is on the stack of its thread."""
+        return self.state is _State.RUNNING and is_called_in(self.thread, self.called)
 
     def arrived(self, number: int, gradient: torch.Tensor | None) -> None:  # noqa: ARG002 - as hooks call it
         """Takes that a backward has begun; it never raises (autograd thread, hot path)."""
@@ -168,7 +180,9 @@ class _Process:
         self._kept: set[Flight] = set()
         self._entered: set_stance | None = None
 
-    def start(self, owner: "Forcing", position: Position, *, forces: bool, keeps: bool) -> Flight:
+    def start(
+        self, owner: "Forcing", position: Position, called: int, *, forces: bool, keeps: bool
+    ) -> Flight:
         """Takes the begin of a root forward, and the stance where that is asked for and possible."""
         with self._lock:
             flights = [flight for flight in self._alive() if not _is_over(flight, owner, position)]
@@ -178,7 +192,7 @@ class _Process:
             self.settle(owner.faults)
             if forces and not self._is_held() and not flights:
                 self._enter(owner.faults)
-            flight = Flight(owner, position.attempt, is_forced=self._is_held())
+            flight = Flight(owner, position.attempt, called, is_forced=self._is_held())
             self._flights.append(weakref.ref(flight))
             if keeps:
                 self._kept.add(flight)
@@ -218,10 +232,13 @@ class _Process:
                 self._enter(faults)
 
     def drop(self, owner: "Forcing") -> None:
-        """Waits for no forward of an observer any more but one whose backward runs (any thread)."""
+        """Waits for no forward of an observer any more but what runs, itself or its backward (any thread)."""
         with self._lock:
             for flight in self._alive():
                 if flight.owner() not in {owner, None}:
+                    continue
+                if flight.is_forced and flight.is_running:
+                    # What its checkpoints compute again would not be what they computed before.
                     continue
                 if flight.is_in_backward and (flight.thread != threading.get_ident() or is_in_backward()):
                     self._await_its_graph(flight)
@@ -266,6 +283,7 @@ def _is_over(flight: Flight, owner: "Forcing", position: Position) -> bool:
     if flight.state is _State.RUNNING:
         # Left by an exception that runs no hooks, KeyboardInterrupt above all, or by the end of its thread.
         is_gone = flight.owner() is None or flight.thread not in sys._current_frames()  # noqa: SLF001 - the ids of all threads
+        is_gone = is_gone or (flight.is_left and not flight.is_running)
         if is_gone or (flight.thread == thread and flight.owner() is owner):
             flight.state = _State.OVER
     elif flight.state is _State.WAITING:
@@ -295,12 +313,17 @@ class Forcing:
         self.agreed = agreed
         self.is_closed = False
         """Whether it forces no more."""
+        self.running: dict[int, Flight] = {}
+        """The forwards that are not known to have ended, by their threads."""
 
-    def forward_started(self, position: Position, *, is_chosen: bool, world_size: int) -> Flight | None:
+    def forward_started(
+        self, position: Position, called: int, *, is_chosen: bool, world_size: int
+    ) -> Flight | None:
         """Takes the begin of a root forward (training thread, hot path).
 
         Args:
             position: Where it stands.
+            called: Id of the module that was called.
             is_chosen: Whether it is to be measured.
             world_size: Ranks in the world.
 
@@ -313,7 +336,9 @@ class Forcing:
             # What is captured would be the eager program for good.
             is_chosen = False
         in_pipeline = is_chosen and is_pipelined()
-        flight = _PROCESS.start(self, position, forces=is_chosen and not in_pipeline, keeps=world_size > 1)
+        forces = is_chosen and not in_pipeline
+        flight = _PROCESS.start(self, position, called, forces=forces, keeps=world_size > 1)
+        self.running[flight.thread] = flight
         if in_pipeline and not flight.is_forced:
             self._tell_missed("a pipeline's schedule keeps the forwards of several micro-batches waiting")
         elif is_chosen and not flight.is_forced:
@@ -324,6 +349,21 @@ class Forcing:
         """Leaves the stance, unless another observer's forward needs it (any thread). Idempotent."""
         self.is_closed = True
         _PROCESS.drop(self)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forced forward goes on in which the observer was removed (any thread)."""
+        return any(flight.is_forced and flight.is_running for flight in list(self.running.values()))
+
+    def ended_behind_removal(self, output: object) -> None:
+        """Takes the end of a forward in which the observer was removed (training thread, hot path).
+
+        Args:
+            output: What the model returned; None where it raised.
+        """
+        flight = self.running.get(threading.get_ident())
+        if flight is not None:
+            flight.ended(output, failed=output is None)
 
     def disarm(self) -> None:
         """Leaves the stance in a forked child, where no backward of the parent's will end."""

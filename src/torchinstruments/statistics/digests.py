@@ -251,7 +251,9 @@ def _byte_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[torch.Tenso
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
     """Returns flat pieces as one, as bytes."""
-    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(torch.uint8)
+    dense = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    # The last piece may be a single entry, as which it has any stride.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -258,6 +258,83 @@ def test_removing_the_observer_in_between_leaves_it(session: MemorySession) -> N
     assert stance() == "default"
     loss.backward()
     assert stance() == "default"
+
+
+@pytest.mark.parametrize("by", ["its own thread", "another thread"])
+@pytest.mark.parametrize("form", ["whole", "in_place", "blocks"])
+def test_an_observer_that_is_removed_in_a_forced_forward_leaves_it_at_its_end(
+    session: MemorySession, form: str, by: str
+) -> None:
+    """All of one forward runs eagerly, and so does what its checkpoints compute again."""
+    removals: list[Callable[[], object]] = []
+
+    def remove(x: torch.Tensor) -> torch.Tensor:
+        for removal in removals:
+            removal()
+            assert stance() == "force_eager"
+        return x
+
+    net = Net(checkpointed=True)
+    net.blocks.insert(1, Recorder(torch.compiler.disable(remove)))
+    for block in (net.blocks[0], net.blocks[2]):
+        block.compile(backend=counting())
+    model = compile_as(form, net, counting()) if form != "blocks" else net
+    model(X).sum().backward()
+    observer = observe(model, session, force_eager=True)
+    removals.append(observer.close)
+    if by == "another thread":
+        removals[0] = lambda: _in_another_thread(observer.close)
+    loss = model(X).sum()
+    assert stance() == "default"
+    loss.backward()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in (model, *model.modules()))
+    removals.clear()
+    model(X).sum().backward()
+    assert observer.counters.samples == 0
+    assert observer.counters.missed == 1
+
+
+def test_an_interrupt_behind_a_removal_holds_it_until_the_next_forward(session: MemorySession) -> None:
+    """A handler of SIGINT removes the observer and raises, after which torch runs no hooks."""
+    removals: list[Callable[[], object]] = []
+
+    def interrupt(x: torch.Tensor) -> torch.Tensor:
+        for removal in removals:
+            removal()
+            raise KeyboardInterrupt
+        return x
+
+    model = nn.Sequential(compiled_blocks(), Recorder(interrupt))
+    observer = observe(model, session, force_eager=True)
+    removals.append(observer.close)
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    removals.clear()
+    model(X).sum().backward()
+    assert stance() == "default"
+    assert not model._forward_hooks
+
+
+def test_an_observer_that_is_removed_behind_an_interrupt_leaves_it_at_once(session: MemorySession) -> None:
+    """A ``finally`` removes it, and the forward is not on the stack any more."""
+
+    def interrupt(_: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    model = nn.Sequential(compiled_blocks(), Recorder(interrupt))
+    observer = observe(model, session, force_eager=True)
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    assert stance() == "force_eager"
+    observer.close()
+    assert stance() == "default"
+    assert not model._forward_hooks
+
+
+def _in_another_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
 
 
 class Spying(torch.autograd.Function):

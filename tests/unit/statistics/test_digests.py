@@ -220,6 +220,10 @@ def test_a_single_entry_has_its_digest_whatever_its_stride(dtype: torch.dtype) -
     expected = digester.on_host(entry.clone())
     assert digester.on_host(entry) == expected
     assert unsigned(int(digester.on_device(entry))) == expected
+    # As the last piece of a strided tensor that is gathered piece by piece.
+    strided = some(dtype, 8 * BLOCK_WORDS // dtype.itemsize + 1, 2)[:, 0]
+    expected = digester.on_host(strided.clone(memory_format=torch.contiguous_format))
+    assert SMALLEST.on_host(strided) == on_device(strided, SMALLEST) == expected
 
 
 def test_the_number_of_threads_has_no_part_in_it() -> None:
