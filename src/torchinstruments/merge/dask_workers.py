@@ -179,7 +179,7 @@ def open_client(address: str | None = None, scheduler_file: str | None = None) -
         from distributed import Client
     except ImportError:
         raise ConfigurationError(
-            "executor 'dask' needs dask.distributed; install it with: pip install 'torchinstruments[dask]'"
+            "executor 'dask' needs dask.distributed; install it with: pip install distributed"
         ) from None
     if scheduler_file is not None:
         address = _address_in(scheduler_file)

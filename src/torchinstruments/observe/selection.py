@@ -18,6 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.observe.compiled import NOTHING_COMPILED, CompiledParts
@@ -40,6 +41,9 @@ MAX_VISITS = 200_000
 """Places of a model that are looked at; more come only from modules shared in many ways."""
 
 _MAX_ALIASES = 64
+
+_PARAMETRIZATIONS = "parametrizations"
+"""The name that torch gives to what makes the parameters of a module."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,6 +103,10 @@ class Layer:
 def leaf_modules() -> Selector:
     """Returns the default selector: every module without children.
 
+    What `torch.nn.utils.parametrize` puts below a module, as ``torch.nn.utils.parametrizations.spectral_norm``
+    does, makes a weight and no activation: it is no child here, and not chosen itself. So such a convolution
+    is chosen as it would be without.
+
     Example:
         >>> from torch import nn
         >>> from torchinstruments import leaf_modules
@@ -109,9 +117,12 @@ def leaf_modules() -> Selector:
     return _is_leaf
 
 
-def _is_leaf(name: str, module: nn.Module) -> bool:  # noqa: ARG001 - selectors are given both
-    """Returns whether the module has no children."""
-    return next(module.children(), None) is None
+def _is_leaf(name: str, module: nn.Module) -> bool:
+    """Returns whether the module has no children, and lies in no parametrization."""
+    if _PARAMETRIZATIONS in name.split("."):
+        return False
+    own = _PARAMETRIZATIONS if is_parametrized(module) else ""
+    return all(child == own for child, _ in module.named_children())
 
 
 def select_layers(

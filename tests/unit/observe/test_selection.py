@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from typing_extensions import override
 
 from torchinstruments.errors import ConfigurationError
@@ -53,6 +54,26 @@ def test_leaf_modules_chooses_what_has_no_children() -> None:
     """A child named like a wrapper's segment keeps its name, for its parent is no wrapper."""
     model = nn.Sequential(Encoder(), nn.Linear(2, 1))
     assert list(chosen(model)) == ["0.module", "0.act", "1"]
+
+
+def test_a_module_whose_weight_is_parametrized_is_a_leaf() -> None:
+    """What makes its weight is none, and is never taken for an activation; its own name is none of torch's."""
+    model = nn.ModuleDict(
+        {
+            "spectral": spectral_norm(nn.Conv2d(1, 2, 3)),
+            "plain": nn.Linear(2, 2),
+            "parametrized_block": nn.Sequential(weight_norm(nn.Linear(2, 2)), nn.ReLU()),
+        }
+    )
+    layers = select_layers(model, leaf_modules(), no_selector_error)
+    assert [one.name for one in layers] == [
+        "spectral",
+        "plain",
+        "parametrized_block.0",
+        "parametrized_block.1",
+    ]
+    (root,) = select_layers(spectral_norm(nn.Linear(2, 2)), leaf_modules(), no_selector_error)
+    assert root.is_root
 
 
 def test_a_model_that_is_a_leaf_itself_is_the_root_layer() -> None:
