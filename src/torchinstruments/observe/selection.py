@@ -103,9 +103,9 @@ class Layer:
 def leaf_modules() -> Selector:
     """Returns the default selector: every module without children.
 
-    What `torch.nn.utils.parametrize` puts below a module, as ``torch.nn.utils.parametrizations.spectral_norm``
-    does, makes a weight and no activation: it is no child here, and not chosen itself. So such a convolution
-    is chosen as it would be without.
+    What `torch.nn.utils.parametrize` puts below a module, as its ``spectral_norm`` does, makes a weight and
+    no activation: it is no child here, and not chosen itself. So such a convolution is chosen as it would be
+    without.
 
     Example:
         >>> from torch import nn

@@ -57,7 +57,7 @@ def test_leaf_modules_chooses_what_has_no_children() -> None:
 
 
 def test_a_module_whose_weight_is_parametrized_is_a_leaf() -> None:
-    """What makes its weight is none, and is never taken for an activation; its own name is none of torch's."""
+    """What makes its weight is none, and is never taken for an activation."""
     model = nn.ModuleDict(
         {
             "spectral": spectral_norm(nn.Conv2d(1, 2, 3)),
