@@ -268,8 +268,10 @@ class RankWriter:
         Returns:
             False where the target refused and rows wait.
         """
-        if self._target.direct:
-            self._keep_alive()
+        try:
+            self._target.require_in_place()
+        except OSError as error:
+            self._note_failure(error)
         self._write_history(self._history.take_all())
         self._write_samples(self._tallies.take_all())
         self._write_steps(self._steps.take_all())
@@ -414,6 +416,7 @@ class RankWriter:
     def _keep_alive(self) -> None:
         try:
             self._target.keep_alive()
+            self._target.require_in_place()
             # What fails in a folder is raised where it is written.
             last_error = "" if self._target.direct else self._target.state().last_error
         except OSError as error:
