@@ -15,7 +15,7 @@ from torchinstruments import AlwaysSampler, Observer, inject_observer, merge_run
 ROWS_OF_A_SAMPLE = 2 * 9
 
 
-def attach(model: nn.Module, folder: Path) -> Observer:
+def attach(model: nn.Module, folder: Path | str) -> Observer:
     """Attaches with a sample at each forward."""
     return inject_observer(model, output_dir=folder, run_id="r", sampler=AlwaysSampler(), histograms=())
 
@@ -53,6 +53,32 @@ def test_a_folder_that_was_removed_comes_back_and_readers_take_it(tmp_path: Path
     result: Any = merge_run(str(tmp_path / "run")).result
     assert result["run"]["run_id"] == "r"
     assert not result["coverage"]["complete"]
+
+
+def test_a_spool_that_was_removed_is_told_once_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lay in it counts as dropped, and everything after it arrives."""
+    monkeypatch.setenv("TORCHINSTRUMENTS_SPOOL_DIR", str(tmp_path / "spool"))
+    url = "memory://spool-that-was-removed/run"
+    model = nn.Linear(4, 2)
+    observer = attach(model, url)
+    train(model, 2)
+    assert observer.flush()
+    shutil.rmtree(tmp_path / "spool")
+    train(model, 3)
+    with pytest.warns(RuntimeWarning, match="the spool .* was removed, or a part of it") as told:
+        assert observer.flush()
+    assert len(told) == 1
+    assert observer.close()
+
+    run = open_run(url)
+    assert run.samples().collect()["sample_id"].sort().to_list() == [2, 3, 4]
+    (manifest,) = run.manifests
+    history = manifest.tables["history"]
+    assert (history.rows, history.rows_in_spool) == (3 * ROWS_OF_A_SAMPLE, 0)
+    assert history.rows_dropped == 2 * ROWS_OF_A_SAMPLE
+    assert not merge_run(url, output=str(tmp_path / "merged")).complete
 
 
 def test_a_clock_that_is_set_back_changes_nothing_but_timestamps(

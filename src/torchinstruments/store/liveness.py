@@ -7,7 +7,7 @@ processes of the one before.
 "Now" has to be the store's now, and a reader must not write to find out. It is the later of the newest
 modification time in the listing and this host's clock: on a local folder both are one clock; an object store
 refuses requests whose signature is more than 15 minutes off, so this host's clock is off by no more than the
-margin that is given there.
+margin that is given there. A file from further ahead was written while a clock was wrong, and tells no time.
 """
 
 import time
@@ -41,7 +41,8 @@ def store_now_s(inventory: Inventory, *, clock_s: float | None = None) -> float:
         clock_s: This host's time; None reads it.
     """
     here_s = time.time() if clock_s is None else clock_s
-    return here_s if inventory.newest_at is None else max(here_s, inventory.newest_at)
+    ahead_s = 0.0 if inventory.newest_at is None else inventory.newest_at - here_s
+    return here_s + ahead_s if 0.0 < ahead_s <= REMOTE_MARGIN_S else here_s
 
 
 def process_status(inventory: Inventory, found: ManifestFile, now_s: float | None = None) -> ProcessStatus:

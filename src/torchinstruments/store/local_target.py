@@ -102,7 +102,7 @@ class LocalTarget:
         """Returns progress so far (writer thread)."""
         return TargetState(tables=dict(self._tables), last_error=self._last_error)
 
-    def keep_alive(self) -> None:
+    def require_in_place(self) -> None:
         """Makes the folder again where it was removed (writer thread).
 
         Raises:
@@ -115,6 +115,9 @@ class LocalTarget:
                 f"the folder {self._storage.url} was removed while this process wrote to it; it was made "
                 f"again, and the parts that were in it are lost"
             )
+
+    def keep_alive(self) -> None:
+        """Does nothing: parts are where readers look."""
 
     def finish(self, timeout_s: float) -> bool:  # noqa: ARG002 - part of the seam
         """Returns True: every written part is where readers look (closing thread)."""

@@ -241,20 +241,25 @@ class SpoolTarget:
         """Starts an uploader where none is alive (writer thread, about every 30 s).
 
         Raises:
-            OSError: The folder was removed since the last call, or cannot be made again.
+            OSError: The folder was removed and cannot be made again.
         """
-        self._keep_alive()
+        self._started = True
+        self._mend()
+        self._starter.ensure()
+
+    def require_in_place(self) -> None:
+        """Makes the folder again where it was removed, or a part of it (writer thread).
+
+        Raises:
+            OSError: It was removed since the last call, or cannot be made again.
+        """
+        self._mend()
         if self._was_removed:
             self._was_removed = False
             raise OSError(
                 f"the spool {self._folder} was removed, or a part of it, while this process wrote to it; "
                 f"it was made again, and rows that lay in it are lost and count as dropped"
             )
-
-    def _keep_alive(self) -> None:
-        self._started = True
-        self._mend()
-        self._starter.ensure()
 
     def upload(self, timeout_s: float) -> bool:
         """Asks for everything to be uploaded now, and waits for it.
@@ -279,8 +284,8 @@ class SpoolTarget:
         while not self._is_served(self._asked):
             now_s = time.monotonic()
             if now_s >= next_look_s:
-                with contextlib.suppress(OSError):  # the writer is told so by `keep_alive`
-                    self._keep_alive()
+                with contextlib.suppress(OSError):  # tried again, and told where the next part is written
+                    self.keep_alive()
                 next_look_s = now_s + _KEEP_ALIVE_WHILE_WAITING_S
             if now_s >= end_s:
                 return False
@@ -327,7 +332,7 @@ class SpoolTarget:
 
     def _start_once(self) -> None:
         if not self._started:
-            self._keep_alive()
+            self.keep_alive()
 
     def _write_document(self, name: str, data: bytes) -> None:
         try:

@@ -57,7 +57,7 @@ class UploaderStarter:
         self._url = url
         self._storage_options = dict(storage_options or {})
         self._in_process = in_process
-        self._made_at_s = time.time()
+        self._made_at_s = time.monotonic()
         self._thread: threading.Thread | None = None
         self._process: _Detached | None = None
         self.last_error = ""

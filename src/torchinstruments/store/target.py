@@ -58,6 +58,14 @@ class PartTarget(Protocol):
         """Returns progress so far (writer thread)."""
         ...
 
+    def require_in_place(self) -> None:
+        """Makes again what somebody removed under this process (writer thread).
+
+        Raises:
+            OSError: Something was removed since the last call, and what is lost; or it cannot be made again.
+        """
+        ...
+
     def keep_alive(self) -> None:
         """Sees to it that whatever carries parts further is alive (writer thread, about every 30 s)."""
         ...

@@ -146,7 +146,7 @@ class Uploader:
         self._once = once
         self._after_put = after_put
         self._after_round = after_round
-        self._started_at_s = time.time()
+        self._started_at_s = time.monotonic()
         self._refused = False
         self.last_error = ""
         self._is_noted = False

@@ -39,7 +39,7 @@ class UploaderState:
 
     Attributes:
         pid: Its process id.
-        started_at_s: When it took the lock, seconds since the epoch by the host's clock.
+        started_at_s: When it took the lock, by the host's monotonic clock, which nobody sets back.
         last_error: Why uploading fails at present, without secrets; ``""`` while it does not.
     """
 

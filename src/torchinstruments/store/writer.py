@@ -235,8 +235,10 @@ class RankWriter:
         Returns:
             False where the target refused and rows wait.
         """
-        if self._target.direct:
-            self._keep_alive()
+        try:
+            self._target.require_in_place()
+        except OSError as error:
+            self._note_failure(error)
         self._tables.write_all()
         self._waiting.write(self._clock.monotonic_s(), at_once=True)
         if self._losses() != self._losses_told:
@@ -303,6 +305,7 @@ class RankWriter:
     def _keep_alive(self) -> None:
         try:
             self._target.keep_alive()
+            self._target.require_in_place()
             # What fails in a folder is raised where it is written.
             last_error = "" if self._target.direct else self._target.state().last_error
         except OSError as error:

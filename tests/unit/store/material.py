@@ -286,6 +286,9 @@ class MemoryTarget:
             tables[table] = TableState(before.next_part + 1, rows_in_spool=before.rows_in_spool + num_rows)
         return TargetState(tables, self.trouble)
 
+    def require_in_place(self) -> None:
+        """Nothing was removed."""
+
     def keep_alive(self) -> None:
         """Counts."""
         self.kept_alive += 1

@@ -103,6 +103,13 @@ def test_now_is_never_before_the_newest_file(running: Path) -> None:
     assert store_now_s(inventory, clock_s=WRITTEN_S + 100) == WRITTEN_S + 100
 
 
+def test_a_file_from_the_far_future_does_not_make_others_overdue(running: Path) -> None:
+    """Some host's clock was wrong while it was written, and has been set right since."""
+    inventory = take_inventory(LocalStorage(str(running)))
+
+    assert store_now_s(inventory, clock_s=WRITTEN_S - 3600) == WRITTEN_S - 3600
+
+
 def test_a_store_that_tells_no_times_is_judged_by_what_the_manifest_says(running: Path) -> None:
     """Its own time of writing stands in, with the wide margin."""
     inventory = take_inventory(LocalStorage(str(running)))

@@ -123,7 +123,7 @@ def test_a_folder_that_was_removed_comes_back_with_its_documents_and_is_told_of_
     target.write_document("modules-1a2b3c4d.json", b"modules")
     target.write_document("process-1a2b3c4d.json", b"first")
     target.write_part("history", 10, b"12345")
-    target.keep_alive()
+    target.require_in_place()
 
     shutil.rmtree(tmp_path)
     target.write_part("history", 10, b"123456")
@@ -135,11 +135,11 @@ def test_a_folder_that_was_removed_comes_back_with_its_documents_and_is_told_of_
         "run.json": b"run",
     }
     with pytest.raises(OSError, match="was removed while this process wrote to it; it was made again"):
-        target.keep_alive()
-    target.keep_alive()
+        target.require_in_place()
+    target.require_in_place()
     (tmp_path / "run.json").unlink()
     with pytest.raises(OSError, match="was removed"):
-        target.keep_alive()
+        target.require_in_place()
     assert storage.read("run.json") == b"run"
 
 

@@ -192,8 +192,8 @@ def test_a_folder_that_was_removed_is_made_again(held: SpoolTarget) -> None:
     state = held.state().tables["history"]
     assert (state.next_part, state.rows, state.rows_in_spool, state.rows_dropped) == (1, 3, 1, 2)
     with pytest.raises(OSError, match=r"was removed, or a part of it, .* rows that lay in it are lost"):
-        held.keep_alive()
-    held.keep_alive()
+        held.require_in_place()
+    held.require_in_place()
 
 
 def test_what_a_cleaner_leaves_of_a_folder_is_kept(held: SpoolTarget) -> None:

@@ -1,6 +1,7 @@
 """What is due when, and what an uploader does with a store that fails for good."""
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from torchinstruments.store.filesystem import open_storage
 from torchinstruments.store.locks import FileLock
 from torchinstruments.store.shipment import JOIN_BYTES, MAX_AGE_S, MAX_JOIN_BYTES, select_parts
 from torchinstruments.store.spool_folder import LOG, UPLOADER_LOCK, SpooledPart
+from torchinstruments.store.starting import UploaderStarter
 from torchinstruments.store.uploader import Backoff, Uploader
+from torchinstruments.store.uploader_state import UploaderState, is_handover_wanted, write_uploader_state
 
 
 def _parts(*sizes: int, written_at_s: float = 1000.0) -> list[SpooledPart]:
@@ -155,6 +158,20 @@ def test_a_store_that_fails_is_not_given_up_while_the_process_lives(tmp_path: Pa
     target.finish(0.0)
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_a_failing_uploader_is_asked_for_its_place_though_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that began after it has other credentials, whatever the time of day was."""
+    lock = FileLock.acquire(tmp_path / UPLOADER_LOCK)
+    assert lock is not None
+    write_uploader_state(tmp_path, UploaderState(1, time.monotonic(), "refused"))
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s - 3600.0)
+    UploaderStarter(tmp_path, "s3://bucket/run", None, in_process=False).ensure()
+    assert is_handover_wanted(tmp_path)
+    lock.release()
 
 
 def test_a_folder_of_another_release_is_left_alone(tmp_path: Path) -> None:
