@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -200,7 +201,7 @@ def _accumulate_sharded(folder: str) -> None:
     remove_observer(model)
 
 
-def _shard(folder: str, *, flat: bool) -> list[float]:
+def _shard(folder: str, *, flat: bool = False, whole: bool = False) -> list[float]:
     """One step of a sharded model; returns the mean of this rank's part of each gradient."""
     torch.manual_seed(7)
     inner = nn.Sequential(nn.Linear(4, 6, bias=False), nn.ReLU(), nn.Linear(6, 2, bias=False))
@@ -209,7 +210,7 @@ def _shard(folder: str, *, flat: bool) -> list[float]:
             inner, use_orig_params=True, device_id=torch.device("cpu")
         )
     else:
-        fully_shard(inner)
+        (replicate if whole else fully_shard)(inner)
         model = inner
     _attach(model, folder, ("parameter", "parameter_gradient"))
     torch.manual_seed(dist.get_rank())
@@ -329,7 +330,7 @@ def test_what_no_rank_used_was_not_reduced_though_an_old_gradient_stands(rank_po
 
 def test_a_sharded_gradient_is_there_only_once_it_was_reduced(rank_pool, tmp_path: Path):
     """fully_shard hands out each rank's part of the reduced gradient and never the local one."""
-    means = rank_pool.run(_shard, str(tmp_path), flat=False)
+    means = rank_pool.run(_shard, str(tmp_path))
     rows = _rows(tmp_path)
     assert _by_rank(rows, "local_accumulated", "unavailable_reason") == [["sharded"] * 2] * 2
     assert _by_rank(rows, "reduced") == [pytest.approx(own) for own in means]
@@ -338,6 +339,17 @@ def test_a_sharded_gradient_is_there_only_once_it_was_reduced(rank_pool, tmp_pat
     assert set(rows["shape"].to_list()) == {"3x4", "1x6"}
     parameters = open_run(str(tmp_path)).history().filter(pl.col("signal") == "parameter").collect()
     assert set(parameters["scope"].to_list()) == {"local_shard"}
+
+
+def test_what_is_replicated_in_the_same_way_is_not_called_sharded(rank_pool, tmp_path: Path):
+    """The sharding's own replication hands out reduced gradients alone, of whole parameters."""
+    means = rank_pool.run(_shard, str(tmp_path), whole=True)
+    rows = _rows(tmp_path)
+    early = rows.filter(pl.col("stage") == "local_accumulated")["unavailable_reason"]
+    assert {reason.partition(":")[0] for reason in early} == {"no_gradient"}
+    assert _by_rank(rows, "reduced") == [pytest.approx(own) for own in means]
+    assert means[0] == means[1]
+    assert set(rows["scope"].to_list()) == {"local"}
 
 
 def test_flattened_parameters_say_that_they_are_pieces(rank_pool, tmp_path: Path):

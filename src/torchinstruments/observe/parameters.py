@@ -66,7 +66,7 @@ _REDUCED_ONLY = Reason.NOT_SYNCHRONISED.with_detail(
     "it was reduced in its replica alone, and is not there yet"
 )
 _ONCE_REDUCED = Reason.NO_GRADIENT.with_detail(
-    "FullyShardedDataParallel hands it out once it is reduced, also where nothing is sharded"
+    "the wrapper hands it out once it is reduced, also where nothing is sharded"
 )
 _FLATTENED = Reason.INSIDE_FLAT_PARAMETER.with_detail(
     "use_orig_params=False has put it into _flat_param of the module that FSDP wraps: select that module, "
@@ -360,14 +360,13 @@ class ParameterGradients:
             return target.refusal, target.refusal
         if self._is_withdrawn and not has_come:
             return _LOST, _LOST
+        not_before = Reason.SHARDED.value if target.like.scope is not Scope.LOCAL else _ONCE_REDUCED
         if target.tells:
-            if has_come:
-                return Reason.SHARDED.value, ""
-            return Reason.SHARDED.value, self._refusal_of_shard()
+            return not_before, "" if has_come else self._refusal_of_shard()
         if target.is_left_out and self._grad_sync is GradSync.SYNCED:
             refusal = _LEFT_OUT
         if target.is_sharded:
-            return Reason.SHARDED.value if target.like.scope is not Scope.LOCAL else _ONCE_REDUCED, refusal
+            return not_before, refusal
         return "" if has_come else Reason.NO_GRADIENT.value, refusal
 
 

@@ -15,6 +15,7 @@ from typing_extensions import override
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.observe import stance as stance_module
 from torchinstruments.observe.capture import SampledForward
+from torchinstruments.observe.engine import call_at_end_of_backward
 from torchinstruments.observe.sampling import (
     AlwaysSampler,
     EveryNForwardsSampler,
@@ -97,6 +98,20 @@ def test_the_stance_lasts_from_the_forward_to_the_end_of_its_backward(session: M
         assert (seen, stance()) == ([expected], expected)
         loss.backward()
         assert stance() == "default"
+
+
+def test_it_lasts_behind_what_the_framework_does_at_the_end_of_the_backward(session: MemorySession) -> None:
+    """DDP and FSDP have a callback queued in the backward, as the hook of the parameter has here."""
+    model = compiled_blocks()
+    observe(model, session, force_eager=True)
+    seen: list[str] = []
+
+    def queue(_: torch.Tensor) -> None:
+        call_at_end_of_backward(lambda: seen.append(stance()))
+
+    model.get_parameter("head.weight").register_hook(queue)
+    model(X).sum().backward()
+    assert (seen, stance()) == (["force_eager"], "default")
 
 
 def test_a_forward_without_gradients_leaves_it_at_its_end(session: MemorySession) -> None:
