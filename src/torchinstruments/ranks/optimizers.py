@@ -11,7 +11,6 @@ A fused optimizer is called by a `GradScaler` on a skipped step too and decides 
 nothing there, so its outcome stays unknown until better evidence comes.
 """
 
-import os
 import sys
 import time
 import weakref
@@ -25,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from torchinstruments.ranks import forks
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.inner_optimizer import inner_optimizer
 from torchinstruments.ranks.membership import Membership, Place
@@ -126,7 +126,7 @@ class OptimizerWatch:
         self._only = None if only is None else _references(only)
         self._on_error = on_error
         self._now = now
-        self._pid = os.getpid()
+        self._pid = forks.pid
         self._known: dict[int, KnownOptimizer] = {}
         self._next_key = 0
         self._outermost: _Call | None = None
@@ -136,7 +136,7 @@ class OptimizerWatch:
         """Registers the global hooks. Attaching twice is attaching once."""
         if self._handles:
             return
-        self._pid = os.getpid()
+        self._pid = forks.pid
         self._clock.ask_whether_running(self._is_running)
         self._handles = [
             register_optimizer_step_pre_hook(self._step_started),
@@ -177,7 +177,7 @@ class OptimizerWatch:
         return entry if entry.belongs else None
 
     def _step_started(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler() or os.getpid() != self._pid:
+        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler() or forks.pid != self._pid:
             return
         try:
             entry = self.known(optimizer)
@@ -200,7 +200,7 @@ class OptimizerWatch:
             self._report(error)
 
     def _step_ended(self, optimizer: Optimizer, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler() or os.getpid() != self._pid:
+        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler() or forks.pid != self._pid:
             return
         try:
             # The verdict of the step's start holds for its end.

@@ -900,7 +900,7 @@ def test_a_scale_that_the_program_sets_is_no_skip_at_any_moment_at_which_the_wri
 ) -> None:
     """Of an optimizer whose findings are out of reach, which a lower scale would tell of otherwise."""
     monkeypatch.setattr(loss_scale, "ScaledAttempt", _Looked)
-    monkeypatch.setattr(loss_scale.ScalerWatch, "_keep_findings", lambda *_: None)
+    monkeypatch.setattr(loss_scale, "_findings", lambda *_: None)
     with ScaledTraining() as training:
         optimizer, scaler = _optimizer("fused sgd", training.model["a"].parameters()), grad_scaler()
         optimizer.zero_grad()
