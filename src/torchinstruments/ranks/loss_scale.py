@@ -86,6 +86,11 @@ class _Ledger:
     has_others: bool = False
     is_in_unknown: bool = False
 
+    def forget(self) -> None:
+        """Begins anew, after an update."""
+        self.open = list[_Open]()
+        self.has_others = self.is_in_unknown = False
+
 
 class ScalerWatch:
     """Feeds a `StepClock` from gradient scalers, and knows the current loss scale."""
@@ -367,7 +372,7 @@ class ScalerWatch:
         if ledger is None or ledger.scaler() is not scaler:
             return
         done, has_others = ledger.open, ledger.has_others
-        ledger.open, ledger.has_others, ledger.is_in_unknown = [], False, False
+        ledger.forget()
         if not done:
             return
         (after,) = self._keep(_scales(scaler)) or (None,)
