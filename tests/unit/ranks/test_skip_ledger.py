@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -787,6 +787,43 @@ class _AllInOne(GradScaler):
         result = super().step(optimizer, *args, **kwargs)
         self.update()
         return result
+
+
+def _fill(scaler: GradScaler) -> None:
+    assert scaler._scale is not None
+    scaler._scale.fill_(64.0)
+
+
+def _fill_unnoticed(scaler: GradScaler) -> None:
+    assert scaler._scale is not None
+    # As a collective does, which changes a tensor without changing its version.
+    scaler._scale.data.fill_(64.0)
+
+
+def _replace(scaler: GradScaler) -> None:
+    scaler._scale = torch.full((), 64.0)
+
+
+@pytest.mark.parametrize("change", [_fill, _fill_unnoticed, _replace])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_scale_that_the_program_changes_itself_stands_beside_the_step_that_it_was_changed_before(
+    change: Callable[[GradScaler], None], unscales: bool
+) -> None:
+    """In place, so that no version tells, or by another tensor; what an update left stays as it was."""
+    with ScaledTraining() as training:
+        optimizer, scaler = _optimizer("sgd", training.model["a"].parameters()), grad_scaler()
+        for number in range(3):
+            optimizer.zero_grad()
+            training.backward(scaler)
+            if unscales:
+                scaler.unscale_(optimizer)
+            if number == 1:
+                change(scaler)
+            scaler.step(optimizer)
+            scaler.update()
+        records = training.records()
+    assert [record.scale_before for record in records] == [1024.0, 64.0, 64.0]
+    assert [record.scale_after for record in records] == [1024.0, 64.0, 64.0]
 
 
 @pytest.mark.parametrize("kind", BOTH)
