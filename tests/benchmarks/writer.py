@@ -4,9 +4,10 @@ The samples are real ones of the model of ``examples/``. Times of encoding are p
 thread, the least of several rounds. Step times are wall time and processor seconds of the training thread,
 for a thread that is busy beside training shares Python's lock with it: a model of 200 tiny layers, sampled so
 often that it gives the rate, takes turns between an observer whose samples are dropped, the same again (A/A),
-and one that writes them into a local folder. A ratio is the median over rounds. Asserts nothing.
+one whose writer thread takes the numbers out and lets go of them, and one that writes them into a local
+folder. A ratio is the median over rounds. Asserts nothing.
 
-    python -P tests/benchmarks/writer.py [--rounds 12]
+    python -P tests/benchmarks/writer.py [--rounds 12] [--only steps]
 """
 
 import argparse
@@ -16,7 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -162,42 +163,47 @@ def step_time(rounds: int) -> None:
         return (time.perf_counter() - began_s) / num_steps, (time.thread_time() - began_thread_s) / num_steps
 
     every = interval_for(model, step)
-    ways = ("dropped", "dropped again (A/A)", "written")
+    ways: dict[str, AbstractContextManager[object]] = {
+        "dropped": patch.object(Delivery, "put_sample", _drop),
+        "dropped again (A/A)": patch.object(Delivery, "put_sample", _drop),
+        "resolved": patch.object(RankWriter, "add_sample", _drop),
+        "written": nullcontext(),
+    }
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     rates, shares = [], []
     for number in range(rounds):
-        for way in ways if number % 2 else reversed(ways):
+        for way in list(ways) if number % 2 else reversed(ways):
             with tempfile.TemporaryDirectory() as folder:
                 observer = inject_observer(
                     model, output_dir=folder, sampler=EveryNForwardsSampler(every), histograms=()
                 )
                 began_s = time.perf_counter()
-                with nullcontext() if way == "written" else patch.object(Delivery, "put_sample", _drop):
+                with ways[way]:
                     found[way].append(step_s())
-                observer.flush()
+                    observer.flush()
                 if way == "written":
                     counters, span_s = observer.counters, time.perf_counter() - began_s
                     rates.append(counters.rows / SPAN_S)
                     shares.append(100 * counters.writer_s / span_s)
                 observer.close()
-    base = found[ways[0]]
+    base = found.pop("dropped")
     print(
         f"\na forward in {every} sampled, {statistics.median(rates):,.0f} scalars/s, step "
         f"{1e3 * statistics.median(wall for wall, _ in base):.2f} ms; "
         f"writer thread {statistics.median(shares):.1f} % of a core"
     )
     for clock, name in enumerate(("wall", "thread")):
-        for way in ways[1:]:
-            ratios = [one[clock] / other[clock] for one, other in zip(found[way], base, strict=True)]
-            least = min(one[clock] for one in found[way]) / min(one[clock] for one in base)
+        for way, times in found.items():
+            ratios = [one[clock] / other[clock] for one, other in zip(times, base, strict=True)]
+            least = min(one[clock] for one in times) / min(one[clock] for one in base)
             low, middle, high = statistics.quantiles(ratios, n=4)
             print(
                 f"  {name:8}{way:22}{middle:8.4f}   {low:.4f} .. {high:.4f}   least {least:.4f}", flush=True
             )
 
 
-def _drop(_delivery: Delivery, _sample: object) -> None:
-    """Stands where the samples would be put into the queue."""
+def _drop(_taker: object, _sample: object) -> None:
+    """Stands where the samples would be put into the queue, or into columns."""
 
 
 def interval_for(model: nn.Module, step: Callable[[], None]) -> int:
@@ -225,14 +231,18 @@ def main() -> None:
     """Prints everything."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--only", choices=("encoding", "growth", "steps"), help="one of the three")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    samples = recorded()
-    encoding(samples, options.rounds)
-    growth(samples, options.rounds)
-    step_time(options.rounds)
+    samples = [] if options.only == "steps" else recorded()
+    if options.only in {None, "encoding"}:
+        encoding(samples, options.rounds)
+    if options.only in {None, "growth"}:
+        growth(samples, options.rounds)
+    if options.only in {None, "steps"}:
+        step_time(options.rounds)
 
 
 if __name__ == "__main__":

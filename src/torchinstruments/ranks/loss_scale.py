@@ -15,7 +15,7 @@ one of the model's optimizers, whatever was declared: what happened to a step is
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -84,6 +84,11 @@ class _Ledger:
     has_others: bool = False
     is_in_unknown: bool = False
 
+    def forget(self) -> None:
+        """Begins anew, after an update."""
+        self.open = list[_Open]()
+        self.has_others = self.is_in_unknown = False
+
 
 class ScalerWatch:
     """Feeds a `StepClock` from gradient scalers, and knows the current loss scale."""
@@ -139,7 +144,7 @@ class ScalerWatch:
         self._ledgers.clear()
         try:
             for ledger in ledgers:
-                self._end(ledger)
+                self._end(ledger.open)
         except Exception as error:  # noqa: BLE001 - detaching goes on
             self.report(error)
 
@@ -224,8 +229,7 @@ class ScalerWatch:
         attempt = opened.attempt
         lr = first_lr(known.reference())
         opened.prepared = self._clock.step_prepared(known.key, lr=lr, amendment=attempt)
-        attempt.scale_before = self._keep_scale(scaler)
-        attempt.found_inf = self._keep_findings(scaler, id(optimizer))
+        self._keep_before(scaler, opened)
 
     def step_begins(self, scaler: GradScaler, optimizer: object) -> _Open | None:
         """Returns the attempt, or None for another model's optimizer (training thread, hot path)."""
@@ -236,9 +240,9 @@ class ScalerWatch:
         begun = self._open(scaler, optimizer, known)
         begun.num_ended = known.num_ended
         begun.begin()
-        begun.attempt.scale_before = self._keep_scale(scaler)
-        # A program may have changed what an earlier unscale_ found, to make its ranks agree.
-        begun.attempt.found_inf = None
+        # A program may have changed what an earlier unscale_ found, to make its ranks agree, or the scale. No
+        # step changes them, so that both are copied behind it, at once.
+        begun.attempt.scale_before = begun.attempt.found_inf = None
         return begun
 
     def step_returned(self, scaler: GradScaler, optimizer: object, begun: _Open | None) -> None:
@@ -266,17 +270,17 @@ class ScalerWatch:
         """Tells the clock and the listener what became of a step."""
         attempt = begun.attempt
         attempt.is_plain_scaler = _is_plain(scaler)
-        if attempt.found_inf is None:
-            attempt.found_inf = self._keep_findings(scaler, begun.optimizer)
-        stepped = inner_optimizer(optimizer)
+        if attempt.found_inf is None and not attempt.is_over:
+            self._keep_before(scaler, begun)
         known = begun.known
         if known.num_ended > begun.num_ended:
             attempt.ran = True
             attempt.decides_on_device = known.decides_on_device
-            if attempt.decides_on_device and attempt.found_inf == () and not _has_gradients(stepped):
-                # There was nothing to find, and the optimizer had nothing to decide.
-                attempt.decides_on_device = False
+            if attempt.decides_on_device and attempt.found_inf == ():
+                # Where there was nothing to find, the optimizer had nothing to decide.
+                attempt.decides_on_device = _has_gradients(inner_optimizer(optimizer))
         else:
+            stepped = inner_optimizer(optimizer)
             # Torch calls no hooks for a step that it did not wrap, or that was compiled.
             attempt.ran = False if is_hooked(stepped) and not _is_compiled(stepped) else None
             attempt.decides_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
@@ -290,7 +294,7 @@ class ScalerWatch:
             self._clock.step_skipped(
                 known.key,
                 self._now(),
-                lr=first_lr(stepped),
+                lr=first_lr(inner_optimizer(optimizer)),
                 outcome=verdict.outcome,
                 evidence=verdict.evidence,
                 amendment=attempt,
@@ -353,7 +357,7 @@ class ScalerWatch:
         ledger = self._ledgers.get(id(scaler))
         for one in () if ledger is None else ledger.open:
             if one.attempt.found_inf is None:
-                one.attempt.found_inf = self._keep_findings(scaler, one.optimizer)
+                self._keep_before(scaler, one)
 
     def updated(self, scaler: GradScaler, *, is_scale_set: bool) -> None:
         """Takes that an update returned (training thread, hot path).
@@ -362,17 +366,21 @@ class ScalerWatch:
             scaler: The scaler.
             is_scale_set: Whether the program gave it a scale.
         """
-        ledger = self._ledgers.pop(id(scaler), None)
-        if ledger is None or not ledger.open:
+        ledger = self._ledgers.get(id(scaler))
+        if ledger is None or ledger.scaler() is not scaler:
             return
-        after = self._keep_scale(scaler)
-        is_alone = not ledger.has_others and len({one.optimizer for one in ledger.open}) == 1
-        for one in ledger.open:
+        done, has_others = ledger.open, ledger.has_others
+        ledger.forget()
+        if not done:
+            return
+        (after,) = self._keep(_scales(scaler)) or (None,)
+        is_alone = not has_others and (len(done) == 1 or len({one.optimizer for one in done}) == 1)
+        for one in done:
             # The scale comes last: the writer thread, if it looks now, must not take it for a backoff.
             one.attempt.is_scale_set = is_scale_set
             one.attempt.is_alone = is_alone
             one.attempt.scale_after = after
-        self._end(ledger)
+        self._end(done)
 
     def report(self, error: BaseException) -> None:
         """Takes an exception of this package's own code (training or writer thread)."""
@@ -402,35 +410,29 @@ class ScalerWatch:
             ledger = self._ledgers[id(scaler)] = _Ledger(weakref.ref(scaler))
         return ledger
 
-    def _end(self, ledger: _Ledger) -> None:
+    def _end(self, attempts: Sequence[_Open]) -> None:
         """Tells the clock of attempts that were unscaled and never stepped, and that nothing more comes."""
-        for one in ledger.open:
+        for one in attempts:
             if one.prepared is not None and not one.prepared.is_over:
                 self._led = self._clock.running_key
                 self._clock.step_abandoned(one.prepared, self._now())
             one.attempt.is_over = True
 
-    def _keep_scale(self, scaler: GradScaler) -> Ticket | None:
-        scale: object = getattr(scaler, "_scale", None)
-        return self._keep(scale) if isinstance(scale, torch.Tensor) else None
+    def _keep_before(self, scaler: GradScaler, one: _Open) -> None:
+        """Copies the scale and what a scaler found, as an update will change both."""
+        scale, found = _scales(scaler), _findings(scaler, one.optimizer)
+        tickets = self._keep((*scale, *(found or ())))
+        if scale:
+            one.attempt.scale_before = tickets[0]
+        kept = tuple([ticket for ticket in tickets[len(scale) :] if ticket is not None])
+        one.attempt.found_inf = None if found is None or len(kept) < len(found) else kept
 
-    def _keep_findings(self, scaler: GradScaler, optimizer: int) -> tuple[Ticket, ...] | None:
-        """Copies what a scaler found, one number a device; None where that is out of reach."""
-        states = getattr(scaler, "_per_optimizer_states", None)
-        # It makes an entry where one is asked for that is not there.
-        state = states.get(optimizer) if isinstance(states, dict) else None
-        findings = state.get("found_inf_per_device") if isinstance(state, dict) else None
-        if not isinstance(findings, dict):
-            return None
-        tickets = tuple([ticket for found in findings.values() if (ticket := self._keep(found)) is not None])
-        return tickets if len(tickets) == len(findings) else None
-
-    def _keep(self, tensor: torch.Tensor) -> Ticket | None:
+    def _keep(self, tensors: Sequence[torch.Tensor]) -> list[Ticket | None]:
         try:
-            return self._rings.keep(tensor)
+            return self._rings.keep_all(tensors)
         except Exception as error:  # noqa: BLE001 - what the host knows is told all the same
             self.report(error)
-            return None
+            return [None] * len(tensors)
 
     def _compare_with_declared(self, scaler: GradScaler) -> None:
         """Says once that a scaler steps an optimizer of the model against what was declared."""
@@ -453,6 +455,21 @@ class ScalerWatch:
                 f"the loss scale of gradients is recorded as unknown from here on; give that scaler as "
                 f"scaler=, or leave the argument out",
             )
+
+
+def _scales(scaler: GradScaler) -> tuple[torch.Tensor, ...]:
+    """Returns the tensor with a scaler's scale, where it has one."""
+    scale: object = getattr(scaler, "_scale", None)
+    return (scale,) if isinstance(scale, torch.Tensor) else ()
+
+
+def _findings(scaler: GradScaler, optimizer: int) -> tuple[torch.Tensor, ...] | None:
+    """Returns what a scaler found, one number a device; None where that is out of reach."""
+    states = getattr(scaler, "_per_optimizer_states", None)
+    # It makes an entry where one is asked for that is not there.
+    state = states.get(optimizer) if isinstance(states, dict) else None
+    findings = state.get("found_inf_per_device") if isinstance(state, dict) else None
+    return tuple(findings.values()) if isinstance(findings, dict) else None
 
 
 def _scale_of(scaler: GradScaler) -> tuple[torch.Tensor | None, ScaleProvenance]:

@@ -11,7 +11,6 @@ A fused optimizer is called by a `GradScaler` on a skipped step too and decides 
 nothing there, so its outcome stays unknown until better evidence comes.
 """
 
-import os
 import sys
 import time
 import weakref
@@ -24,6 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchinstruments.ranks import forks
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.inner_optimizer import inner_optimizer
 from torchinstruments.ranks.membership import Membership, Place
@@ -125,7 +125,7 @@ class OptimizerWatch:
         self._only = None if only is None else _references(only)
         self._on_error = on_error
         self._now = now
-        self._pid = os.getpid()
+        self._pid = forks.pid
         self._known: dict[int, KnownOptimizer] = {}
         self._next_key = 0
         self._outermost: _Call | None = None
@@ -137,7 +137,7 @@ class OptimizerWatch:
         if self._is_attached:
             return
         self._is_attached = True
-        self._pid = os.getpid()
+        self._pid = forks.pid
         self._clock.ask_whether_running(self._is_running)
         self._hooks.attach()
 
@@ -174,7 +174,7 @@ class OptimizerWatch:
         return entry if entry.belongs else None
 
     def _step_started(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if os.getpid() != self._pid:
+        if forks.pid != self._pid:
             return
         try:
             entry = self.known(optimizer)
@@ -197,7 +197,7 @@ class OptimizerWatch:
             self._report(error)
 
     def _step_ended(self, optimizer: Optimizer, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if os.getpid() != self._pid:
+        if forks.pid != self._pid:
             return
         try:
             # The verdict of the step's start holds for its end.

@@ -11,12 +11,18 @@ thread counts a slot before it queues the copy into it, and the writer looks at 
 """
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch._C import DisableTorchFunction, _is_torch_function_mode_enabled, _len_torch_dispatch_stack
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch._C import (
+    DisableTorchFunction,
+    DispatchKey,
+    _dispatch_tls_is_dispatch_key_included,
+    _is_torch_function_mode_enabled,
+    _len_torch_dispatch_stack,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["NUM_SLOTS", "Ring", "Rings", "Ticket"]
@@ -24,6 +30,7 @@ __all__ = ["NUM_SLOTS", "Ring", "Rings", "Ticket"]
 NUM_SLOTS = 16_384
 """Numbers that a ring holds: thousands of attempts, of which the writer thread sees some in every second."""
 
+_PRE_DISPATCH = DispatchKey.PreDispatch
 _ASYNCHRONOUS = frozenset({"cuda", "xpu"})
 
 
@@ -177,22 +184,26 @@ class Rings:
         self._rings: dict[torch.device, Ring] = {}
 
     def keep(self, tensor: torch.Tensor) -> Ticket | None:
-        """Takes the number that a tensor holds now (training thread, hot path).
+        """As `keep_all`, of a single tensor (training thread, hot path)."""
+        return self.keep_all((tensor,))[0]
+
+    def keep_all(self, tensors: Iterable[torch.Tensor]) -> list[Ticket | None]:
+        """Takes the numbers that tensors hold now (training thread, hot path).
 
         Args:
-            tensor: One element, on any device. It may change afterwards.
+            tensors: Each of one element, on any device. They may change afterwards.
 
         Returns:
-            None while a graph is being captured, which a copy would become part of.
+            None for each while a graph is being captured, which a copy would become part of.
 
         Raises:
             Exception: Whatever the device raises.
         """
         if not _has_modes():
-            return self._keep(tensor)
+            return [self._keep(tensor) for tensor in tensors]
         # They may count, cache or rewrite every operation of the program, which this is none of.
         with DisableTorchFunction(), _disable_current_modes():
-            return self._keep(tensor)
+            return [self._keep(tensor) for tensor in tensors]
 
     def _keep(self, tensor: torch.Tensor) -> Ticket | None:
         # Nothing here requires a gradient, so that nothing is recorded for autograd.
@@ -208,10 +219,11 @@ class Rings:
 
 
 def _has_modes() -> bool:
-    return bool(
-        _len_torch_dispatch_stack()
-        or _len_torch_dispatch_stack_pre_dispatch()
+    # Torch includes the key as long as there are modes of before the dispatch; to count those takes longer.
+    return (
+        _len_torch_dispatch_stack() > 0
         or _is_torch_function_mode_enabled()
+        or _dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
     )
 
 

@@ -14,7 +14,6 @@ stays as it is; where it calls its parent's method, that one tells.
 """
 
 import functools
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,12 +25,16 @@ from typing import Any, Protocol
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from torchinstruments.ranks import forks
 from torchinstruments.ranks.tracing import runs_for_a_compiler
 
 __all__ = ["USER_CALL_CODE", "ScalerListener", "listen", "stop_listening", "wrap_new_classes"]
 
 _METHODS = {"scale": "outputs", "unscale_": "optimizer", "step": "optimizer", "update": "new_scale"}
 """Method to the name of its first argument."""
+
+_TOLD_BEFORE = frozenset({"step", "update"})
+"""Methods of which listeners are told before they run too."""
 
 
 class ScalerListener(Protocol):
@@ -66,6 +69,12 @@ class ScalerListener(Protocol):
         ...
 
 
+class _Inside(threading.local):
+    """The methods whose calls a thread is in, the innermost last."""
+
+    names: tuple[str, ...] = ()
+
+
 class _Patches:
     """The wrapped methods of this process, and the watches that listen; one instance."""
 
@@ -75,14 +84,14 @@ class _Patches:
         self._classes: set[type] = set()
         # Garbage collection may detach a watch while this thread holds the lock.
         self._lock = threading.RLock()
-        self._inside = threading.local()
-        self._pid = os.getpid()
+        self._inside = _Inside()
+        self._pid = forks.pid
 
     def add(self, listener: ScalerListener) -> None:
         with self._lock:
             if not any(one is listener for one in self.listeners):
                 self.listeners = (*self.listeners, listener)
-            self._pid = os.getpid()
+            self._pid = forks.pid
             if "torch.distributed.fsdp" in sys.modules:
                 import_module("torch.distributed.fsdp.sharded_grad_scaler")
             self._wrap_classes()
@@ -118,19 +127,20 @@ class _Patches:
     ) -> Any:
         """Calls a scaler's method and tells the watches, unless a method of the same call does so already."""
         listeners = self.listeners
-        running: tuple[str, ...] = getattr(self._inside, "names", ())
+        running = self._inside.names
         if (
             not listeners
             or name in running
             or (name == "unscale_" and "step" in running)
-            or os.getpid() != self._pid
+            or forks.pid != self._pid
             or not _is_enabled(scaler, listeners)
         ):
             return original(scaler, *args, **kwargs)
         if type(scaler) not in self._classes:
             self.wrap_new_classes()
-        subject = _subject(name, original, args, kwargs)
-        begun = _begin(listeners, name, scaler, subject)
+        is_plain = args and type(original) is FunctionType
+        subject = args[0] if is_plain else _subject(name, original, args, kwargs)
+        begun = _begin(listeners, name, scaler, subject) if name in _TOLD_BEFORE else ()
         self._inside.names = (*running, name)
         try:
             result = original(scaler, *args, **kwargs)
@@ -218,8 +228,6 @@ def _is_enabled(scaler: GradScaler, listeners: tuple[ScalerListener, ...]) -> bo
 def _begin(
     listeners: tuple[ScalerListener, ...], name: str, scaler: GradScaler, subject: object
 ) -> tuple[object, ...]:
-    if name not in {"step", "update"}:
-        return ()
     begun: list[object] = []
     for listener in listeners:
         token: object = None

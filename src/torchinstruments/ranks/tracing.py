@@ -7,7 +7,7 @@ compiler also runs code, with tensors that have no values: a backward that it tr
 where ``torch.export`` is not strict. It notes that in the thread, and its modes are the thread's own.
 """
 
-import torch
+from torch import compiler
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._guards import CompileContext, TracingContext
 
@@ -23,7 +23,7 @@ def runs_for_a_compiler() -> bool:
     A hook of a model asks ``torch.compiler.is_dynamo_compiling()`` first, and leaves this out where that is
     true, so that nothing of this becomes part of a program.
     """
-    if not torch.compiler.is_compiling():
+    if not compiler._is_compiling_flag:  # noqa: SLF001 - its function asks for scripting too, a hook each time
         return False
     # The engine of autograd hands modes on to its threads, and contexts not.
     return (

@@ -7,6 +7,7 @@ built at once. A row of ``samples`` is a tally that grows with each delivery of 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from torchinstruments.records import Position, Sample, SampleState
@@ -32,6 +33,7 @@ UNSETTLED_AFTER_S = 25.0
 """A sample whose backward did not come within so many seconds gets its row all the same."""
 
 _Record = TypeVar("_Record")
+_METRICS = attrgetter("metrics")
 
 MAX_REMEMBERED_SAMPLES = 4096
 """Tallies that are kept for a late delivery; beyond it the oldest are forgotten."""
@@ -241,4 +243,4 @@ class SampleTallies:
 
 def num_rows(sample: Sample) -> int:
     """Returns how many rows of ``history`` a delivery gives."""
-    return sum(len(measurement.metrics) for measurement in sample.measurements)
+    return sum(map(len, map(_METRICS, sample.measurements)))

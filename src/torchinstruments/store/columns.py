@@ -67,6 +67,8 @@ _DESCRIPTION_FIELDS = (
 _TEXT_FIELDS = ("signal", "stage", "tensor_path", "layer", "mode", "scope", "replica_key", "execution")
 _TEXT_FIELDS += ("dtype", "device")
 _DESCRIPTION = attrgetter(*_DESCRIPTION_FIELDS)
+_REASONS, _VALUES = attrgetter("reasons"), attrgetter("values")
+_BACKWARD, _STAMP = attrgetter("backward_index"), attrgetter("timestamp_us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +147,17 @@ def history_columns(samples: Sequence[tuple[int, Sample]], origin: Origin) -> Co
     """
     measured = [measurement for _, sample in samples for measurement in sample.measurements]
     descriptions, described = _intern(map(_DESCRIPTION, measured), len(measured))
-    patterns, pattern_of = _intern((measurement.reasons for measurement in measured), len(measured))
-    catalog = _Descriptions(descriptions)
+    patterns, pattern_of = _intern(map(_REASONS, measured), len(measured))
+    catalog, reasons = _Descriptions(descriptions), _Reasons(patterns)
     num_metrics = catalog.num_metrics[described]
-    _require_complete(measured, int(num_metrics.sum()))
+    observed = _flatten_values(measured)
+    if not num_metrics.sum() == len(observed) == reasons.lengths[pattern_of].sum():
+        raise ValueError("a measurement needs one value and one reason for each of its metrics")
 
     per_delivery = np.fromiter((len(sample.measurements) for _, sample in samples), np.int64, len(samples))
     delivery_of = np.repeat(np.arange(len(samples)), per_delivery)
     sample_ids = np.fromiter((sample_id for sample_id, _ in samples), np.int64, len(samples))
-    backward = np.fromiter((m.backward_index for m in measured), np.int32, len(measured))
+    backward = np.fromiter(map(_BACKWARD, measured), np.int32, len(measured))
     order = np.lexsort((backward, catalog.sort_rank[described], sample_ids[delivery_of]))
 
     # From here on one entry a row: which measurement, and which of its metrics, the row is of.
@@ -167,29 +171,26 @@ def history_columns(samples: Sequence[tuple[int, Sample]], origin: Origin) -> Co
     metric_slot = catalog.metric_order[slot]
     delivery = delivery_of[of]
 
-    values = _flatten_values(measured)[first_value[of] + metric_slot]
-    reasons = _Reasons(patterns)
+    values = observed[first_value[of] + metric_slot]
     reason = reasons.codes[reasons.first[pattern_of[of]] + metric_slot]
     finite = np.isfinite(values)
     reason = np.where((reason == reasons.none) & ~finite, reasons.nonfinite, reason)
     missing = reason != reasons.none
 
     positions = [sample.position for _, sample in samples]
-    stamps = np.fromiter((m.timestamp_us for m in measured), np.int64, len(measured))
+    stamps = np.fromiter(map(_STAMP, measured), np.int64, len(measured))
     table = pa.Table.from_arrays(
         [
             *_origin_columns(origin, len(of)),
             pa.array(sample_ids[delivery]),
             _optional(pa.int64(), [position.attempt for position in positions], delivery),
-            pa.array(
-                _integers([position.forward_in_attempt for position in positions])[delivery], pa.int32()
-            ),
+            pa.array(np.array([position.forward_in_attempt for position in positions], np.int32)[delivery]),
             _optional(pa.int32(), [position.micro_batch for position in positions], delivery),
             _text([position.step_provenance for position in positions], delivery),
             pa.array(_integers([position.forward_index for position in positions])[delivery]),
             pa.array(stamps[of]).cast(schema.HISTORY.field("timestamp").type),
             catalog.text("layer", description),
-            pa.array(catalog.call_index[description], pa.int32()),
+            pa.array(catalog.call_index[description]),
             catalog.text("signal", description),
             catalog.text("stage", description),
             catalog.text("tensor_path", description),
@@ -313,7 +314,7 @@ class _Descriptions:
         sort_keys = list(zip(*[self._fields[name] for name in _SORT_FIELDS], strict=True))
         ranks = {key: rank for rank, key in enumerate(sorted(set(sort_keys)))}
         self.sort_rank = _integers([ranks[key] for key in sort_keys])
-        self.call_index = _integers(self._fields["call_index"])
+        self.call_index = np.array(self._fields["call_index"], np.int32)
         self.grad_enabled = np.array(self._fields["grad_enabled"], np.bool_)
         given: tuple[tuple[str, ...], ...] = self._fields["metrics"]
         cleaned = {names: encodable_texts(names) for names in set(given)}
@@ -339,6 +340,7 @@ class _Reasons:
     Attributes:
         texts: Distinct reasons.
         codes: For each tuple its reasons, as indices into `texts`.
+        lengths: How many each tuple has.
         first: Where those of each tuple begin in `codes`.
         none: Index of the empty text.
         nonfinite: Index of the reason for a value that came without one.
@@ -352,8 +354,8 @@ class _Reasons:
             for pattern in patterns
             for reason in encodable_texts(pattern)
         ).astype(np.int32)
-        lengths = _integers([len(pattern) for pattern in patterns])
-        self.first = np.cumsum(lengths) - lengths
+        self.lengths = _integers([len(pattern) for pattern in patterns])
+        self.first = np.cumsum(self.lengths) - self.lengths
         self.texts = list(codes)
 
 
@@ -364,17 +366,12 @@ def _intern(keys: Iterable[_Key], count: int) -> tuple[list[_Key], _Codes]:
     return list(codes), indices
 
 
-def _require_complete(measured: Sequence[Measurement], num_metrics: int) -> None:
-    if not num_metrics == sum(len(m.values) for m in measured) == sum(len(m.reasons) for m in measured):
-        raise ValueError("a measurement needs one value and one reason for each of its metrics")
-
-
 def _flatten_values(measured: Sequence[Measurement]) -> _Floats:
     """Returns all values in the order of the measurements; NaN where one is missing."""
     try:
-        return np.fromiter(chain.from_iterable(m.values for m in measured), np.float64)
+        return np.fromiter(chain.from_iterable(map(_VALUES, measured)), np.float64)
     except TypeError:  # None among them
-        return np.array([*chain.from_iterable(m.values for m in measured)], np.float64)
+        return np.array([*chain.from_iterable(map(_VALUES, measured))], np.float64)
 
 
 def _origin_columns(origin: Origin, count: int) -> list[pa.Array]:
@@ -403,7 +400,9 @@ def _text(values: Sequence[str], rows: _Integers | _Codes) -> pa.Array:
     codes: dict[str, int] = {}
     texts = encodable_texts(values)
     indices = np.fromiter((codes.setdefault(text, len(codes)) for text in texts), np.int32, len(texts))
-    return _dictionary(indices[rows], list(codes))
+    # Most of them are the same in all rows of a part.
+    gathered = indices[rows] if len(codes) > 1 else np.zeros(len(rows), np.int32)
+    return _dictionary(gathered, list(codes))
 
 
 def _dictionary(indices: _Codes, texts: Sequence[str]) -> pa.Array:

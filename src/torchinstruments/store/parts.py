@@ -1,6 +1,7 @@
 """Encoding of a part: one Parquet file, made whole in memory, so that it can be written in one piece.
 
 Keys are dictionaries, whole numbers among them since they repeat within a tensor's rows; digests do not.
+What is nearly constant in a part is not compressed any further.
 Floating-point columns are split by byte before compression: values dominate a file, and their exponents
 resemble each other.
 Statistics stand only where a reader can skip by them; over all columns they would be half the work.
@@ -20,6 +21,13 @@ __all__ = ["encode_columns", "open_part_writer"]
 
 _COMPRESSION = "zstd"
 _COMPRESSION_LEVEL = 1
+_FEW = (
+    *("generation", "rank", "process", "forward_in_attempt", "micro_batch", "step_provenance", "call_index"),
+    *("stage", "backward_index", "mode", "grad_sync", "scale_provenance", "scope", "execution", "dtype"),
+    *("device", "unavailable_reason"),
+)
+"""Dictionaries of few entries in long runs, of which nothing is left to compress; to try takes its time."""
+
 _SKIPPABLE = ("sample_id", "attempt", "forward_index", "timestamp", "started_at")
 
 
@@ -52,8 +60,8 @@ def open_part_writer(sink: pa.NativeFile | BinaryIO, table_schema: pa.Schema) ->
         sink,
         table_schema,
         version="2.6",
-        compression=_COMPRESSION,
-        compression_level=_COMPRESSION_LEVEL,
+        compression={name: "none" if name in _FEW else _COMPRESSION for name in table_schema.names},
+        compression_level={name: _COMPRESSION_LEVEL for name in table_schema.names if name not in _FEW},
         use_dictionary=[name for name in table_schema.names if name not in (*floats, "digest")],
         use_byte_stream_split=floats,
         store_schema=False,

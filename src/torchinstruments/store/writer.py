@@ -120,7 +120,7 @@ class RankWriter:
         self._status = "running"
         self._was_closed_well: bool | None = None
         self._catalog_due_s: float | None = None
-        self._catalog_not_before_s = 0.0
+        self._catalog_tried_s = float("-inf")
         self._manifest_changed = True
         self._manifest_tried_s = float("-inf")
         self._losses_told = (0, 0)
@@ -156,11 +156,17 @@ class RankWriter:
         self._write_for_people(partial(self._documents.at_attach, run))
 
     def set_modules(self, modules: Sequence[ModuleRecord]) -> None:
-        """Takes the catalog, which is written at the next tick, at most once a minute, and at close."""
+        """Takes the catalog, which is written at the next tick, at most once a minute, and at close.
+
+        Where layers only fired once more it waits for as long as a heartbeat.
+        """
         found = encodable_modules(modules)
-        if found != self._modules:
-            self._modules = found
-            self._catalog_due_s = self._catalog_not_before_s
+        if found == self._modules:
+            return
+        wait_s = HEARTBEAT_S if _differ_in_counts(found, self._modules) else DOCUMENTS_AT_MOST_EVERY_S
+        due_s = self._catalog_tried_s + wait_s
+        self._modules = found
+        self._catalog_due_s = due_s if self._catalog_due_s is None else min(due_s, self._catalog_due_s)
 
     def write_checks(self, checks: ChecksRecord) -> None:
         """Writes what a session of checks has found so far, beside what others have."""
@@ -325,9 +331,9 @@ class RankWriter:
             modules=self._modules,
         )
         name = layout.modules_file("", self._identity.process)
-        self._catalog_not_before_s = self._clock.monotonic_s() + DOCUMENTS_AT_MOST_EVERY_S
+        self._catalog_tried_s = self._clock.monotonic_s()
         written = self._write_document(name, catalog)
-        self._catalog_due_s = None if written else self._catalog_not_before_s
+        self._catalog_due_s = None if written else self._catalog_tried_s + DOCUMENTS_AT_MOST_EVERY_S
 
     def _write_manifest(self) -> bool:
         self._manifest_tried_s = self._clock.monotonic_s()
@@ -421,6 +427,13 @@ class RankWriter:
             self.add_error(ErrorRecord("storage", "", type(error).__name__, text))
         if self._report is not None:
             self._report("storage", error)
+
+
+def _differ_in_counts(some: Sequence[ModuleRecord], others: Sequence[ModuleRecord]) -> bool:
+    """Returns whether two catalogs have the same layers, which fired more or less often."""
+    return len(some) == len(others) and all(
+        replace(one, fired=other.fired) == other for one, other in zip(some, others, strict=True)
+    )
 
 
 def _iso(microseconds: int) -> str:

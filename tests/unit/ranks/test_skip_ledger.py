@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -789,6 +789,43 @@ class _AllInOne(GradScaler):
         return result
 
 
+def _fill(scaler: GradScaler) -> None:
+    assert scaler._scale is not None
+    scaler._scale.fill_(64.0)
+
+
+def _fill_unnoticed(scaler: GradScaler) -> None:
+    assert scaler._scale is not None
+    # As a collective does, which changes a tensor without changing its version.
+    scaler._scale.data.fill_(64.0)
+
+
+def _replace(scaler: GradScaler) -> None:
+    scaler._scale = torch.full((), 64.0)
+
+
+@pytest.mark.parametrize("change", [_fill, _fill_unnoticed, _replace])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_scale_that_the_program_changes_itself_stands_beside_the_step_that_it_was_changed_before(
+    change: Callable[[GradScaler], None], unscales: bool
+) -> None:
+    """In place, so that no version tells, or by another tensor; what an update left stays as it was."""
+    with ScaledTraining() as training:
+        optimizer, scaler = _optimizer("sgd", training.model["a"].parameters()), grad_scaler()
+        for number in range(3):
+            optimizer.zero_grad()
+            training.backward(scaler)
+            if unscales:
+                scaler.unscale_(optimizer)
+            if number == 1:
+                change(scaler)
+            scaler.step(optimizer)
+            scaler.update()
+        records = training.records()
+    assert [record.scale_before for record in records] == [1024.0, 64.0, 64.0]
+    assert [record.scale_after for record in records] == [1024.0, 64.0, 64.0]
+
+
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_scaler_that_updates_inside_its_step(kind: str) -> None:
     """The findings are copied before the update discards them."""
@@ -900,7 +937,7 @@ def test_a_scale_that_the_program_sets_is_no_skip_at_any_moment_at_which_the_wri
 ) -> None:
     """Of an optimizer whose findings are out of reach, which a lower scale would tell of otherwise."""
     monkeypatch.setattr(loss_scale, "ScaledAttempt", _Looked)
-    monkeypatch.setattr(loss_scale.ScalerWatch, "_keep_findings", lambda *_: None)
+    monkeypatch.setattr(loss_scale, "_findings", lambda *_: None)
     with ScaledTraining() as training:
         optimizer, scaler = _optimizer("fused sgd", training.model["a"].parameters()), grad_scaler()
         optimizer.zero_grad()

@@ -138,20 +138,37 @@ def test_a_flush_tells_the_manifest_of_new_losses_and_errors_alone() -> None:
     assert rig.manifest().status == "running"
 
 
-def test_the_catalog_is_written_at_once_and_then_at_most_once_a_minute() -> None:
-    """Layers that fired later are told, but not with each of them."""
+def test_the_catalog_is_written_when_layers_change_and_with_the_heartbeat_when_they_fire() -> None:
+    """At once, then at most once a minute; what only counts calls waits, and is told at the close."""
     rig = Rig()
+
+    def fired() -> list[int]:
+        written = [data for name, data in rig.target.documents if name == "modules-1a2b3c4d.json"]
+        return [
+            one.fired
+            for data in written
+            for one in decode_catalog(data).modules
+            if one.layer == module(0).layer
+        ]
+
     rig.writer.start(run_record(), [module(0)])
-    for fired in range(1, 60):
-        rig.writer.set_modules([module(0, fired=fired)])
+    for number in range(1, 240):
+        rig.writer.set_modules([module(0, fired=number)])
         rig.pass_time(1)
-    catalogs = [data for name, data in rig.target.documents if name == "modules-1a2b3c4d.json"]
-    assert len(catalogs) == 1
-
+    assert fired() == [0]
     rig.pass_time(1)
+    assert fired() == [0, 239]
 
+    rig.writer.set_modules([module(0, fired=240), module(1)])
+    rig.pass_time(59)
+    assert fired() == [0, 239]
+    rig.pass_time(1)
+    assert fired() == [0, 239, 240]
+
+    rig.writer.set_modules([module(0, fired=241), module(1)])
+    rig.writer.close(1.0)
+    assert fired() == [0, 239, 240, 241]
     catalog = decode_catalog(rig.target.last("modules-"))
-    assert [one.fired for one in catalog.modules] == [59]
     assert (catalog.run_id, catalog.rank, catalog.process) == ("run-1", 0, "1a2b3c4d")
 
 
