@@ -160,6 +160,43 @@ def test_changes_of_odd_numbers(tmp_path: Path, a: float, b: float, expected: fl
     assert compared(first, second)["series"]["changed"] == (1 if expected else 0)
 
 
+def moved(mean: float, std: float, zeros: float = 0.5) -> list[dict[str, Any]]:
+    """Rows of one sample of a tensor: its mean, its std and how much of it is 0."""
+    return [
+        {"sample_id": 0, "metric": metric, "value": value}
+        for metric, value in (("mean", mean), ("std", std), ("zero_fraction", zeros))
+    ]
+
+
+def test_a_number_that_is_0_but_for_rounding_is_not_the_first(tmp_path: Path) -> None:
+    """Series and ranks are chosen by the change against the tensor's size; ``change`` stays the largest."""
+    a = written(tmp_path / "a", [{"fc": moved(1e-15, 2.0)}, {"fc": moved(0.5, 2.0)}])
+    b = written(tmp_path / "b", [{"fc": moved(-1e-15, 3.0)}, {"fc": moved(-0.25, 1.0, 0.6)}])
+    document = compared(a, b, measure="latest", max_change={"mean": 1.9})
+    first, mean, zeros = document["largest_changes"]
+    assert (first["metric"], first["share_of_size"], first["largest"]["rank"]) == ("std", 0.5, 1)
+    assert (mean["metric"], mean["share_of_size"], mean["change"]) == ("mean", 0.75 / 2, 2.0)
+    assert (mean["largest"]["rank"], mean["largest"]["change"]) == (1, 1.5)
+    assert mean["ranks"]["0"]["change"] == 2.0
+    assert mean["ranks"]["0"]["share_of_size"] == pytest.approx(2e-15 / 3)
+    assert zeros["metric"] == "zero_fraction"
+    assert zeros["share_of_size"] == zeros["change"] == pytest.approx(0.1 / 0.6)
+    [condition] = document["conditions"]
+    assert (condition["met"], condition["largest_change"]) == (True, 2.0)
+    row = compare_runs(a.url, b.url, measure="latest").changes().row(1, named=True)
+    assert (row["change"], row["rank"], row["change_on_rank"], row["std_a"]) == (2.0, 1, 1.5, 2.0)
+
+
+def test_ends_of_ranges_are_held_against_the_size_of_their_own_ranks(tmp_path: Path) -> None:
+    """Of the lowest value the std on the rank that holds it, in A and in B; of the highest likewise."""
+    a = written(tmp_path / "a", [{"fc": moved(-1e-9, 1.0)}, {"fc": moved(1.0, 4.0)}])
+    b = written(tmp_path / "b", [{"fc": moved(3.0, 8.0)}, {"fc": moved(1e-9, 2.0)}, {"fc": moved(2.0, 9.0)}])
+    mean = next(one for one in compared(a, b)["largest_changes"] if one["metric"] == "mean")
+    assert (mean["lowest"]["change"], mean["lowest"]["share_of_size"]) == (2.0, pytest.approx(1e-9))
+    assert (mean["highest"]["change"], mean["highest"]["share_of_size"]) == (pytest.approx(2 / 3), 2 / 8)
+    assert (mean["change"], mean["share_of_size"]) == (2.0, 2 / 8)
+
+
 def test_worlds_of_other_sizes_are_compared_by_their_ranges(tmp_path: Path) -> None:
     """No rank of one is that of the other: lowest beside lowest, highest beside highest, with their ranks."""
     a = written(tmp_path / "a", [{"fc": [1.0]}, {"fc": [4.0]}])
@@ -168,9 +205,15 @@ def test_worlds_of_other_sizes_are_compared_by_their_ranges(tmp_path: Path) -> N
     assert document["compared_by"] == "range_over_ranks"
     assert document["not_by_rank_reason"] == "world_sizes_differ"
     [one] = document["largest_changes"]
-    assert one["lowest"] == {"change": 0.0, "a": {"rank": 0, "value": 1.0}, "b": {"rank": 1, "value": 1.0}}
+    assert one["lowest"] == {
+        "change": 0.0,
+        "share_of_size": 0.0,
+        "a": {"rank": 0, "value": 1.0},
+        "b": {"rank": 1, "value": 1.0},
+    }
     assert one["highest"] == {
         "change": pytest.approx(0.2),
+        "share_of_size": pytest.approx(0.2),
         "a": {"rank": 1, "value": 4.0},
         "b": {"rank": 3, "value": 5.0},
     }

@@ -80,7 +80,8 @@ COMMAND = Command(
     description="Compares two runs by what their merges left: series by series and rank by rank, never "
     "averaged over ranks. The change of a number is |b - a| / max(|a|, |b|): 0.1 is 10 % of the larger one, "
     "1 is a number that became 0, and 2 one that changed its sign. Where the worlds have different sizes, "
-    "the lowest and the highest value over ranks are compared instead.",
+    "the lowest and the highest value over ranks are compared instead. Series are listed by their change as "
+    "a share of the tensor's size, so that a number that is 0 but for rounding does not come first.",
     example="torchinstruments compare runs/first runs/second --max-change std=0.1",
     exit_codes="0 both were complete, 1 done, but one was not complete when it was merged, 2 could not, "
     "3 a limit of --max-change did not hold",
@@ -222,22 +223,30 @@ def _print_largest(result: Record, file: TextIO, *, is_by_rank: bool) -> None:
     for one in largest:
         cells = _cells_by_rank(one) if is_by_rank else _cells_by_range(one)
         beside = ", ".join(str(name) for name in as_list(one["differs_in"]))
-        change = f"{as_number(one['change']):.2%}"
-        rows.append([_layer_name(one), _signal_text(one), str(one["metric"]), beside, *cells, change])
+        rows.append([_layer_name(one), _signal_text(one), str(one["metric"]), beside, *cells])
     changed = as_integer(as_record(result["series"])["changed"])
     of = f"the first {len(largest)} of {count_text(changed, 'series', 'series')} that changed"
-    print(f"\nlargest changes, {of}; change = |b - a| / larger magnitude of the two", file=file)
-    headings = ["layer", "signal", "metric", "differs in", "rank", "A", "B", "change"]
+    print(
+        f"\nlargest changes by share of size, {of}\nchange = |b - a| / larger magnitude of the two; "
+        "share of size = |b - a| / largest of both and the tensor's std in A and in B",
+        file=file,
+    )
+    headings = ["layer", "signal", "metric", "differs in", "rank", "A", "B", "change", "share of size"]
     print_table(headings, rows, file=file, num_text_columns=4)
 
 
 def _cells_by_rank(one: Record) -> list[str]:
     pair = as_record(one["largest"])
-    return [str(pair["rank"]), *(f"{as_number(as_record(pair[side])['value']):.4g}" for side in ("a", "b"))]
+    return [str(pair["rank"]), *_pair_cells(pair)]
 
 
 def _cells_by_range(one: Record) -> list[str]:
-    end = "lowest" if as_record(one["lowest"])["change"] == one["change"] else "highest"
+    end = "lowest" if as_record(one["lowest"])["share_of_size"] == one["share_of_size"] else "highest"
     pair = as_record(one[end])
     a, b = as_record(pair["a"]), as_record(pair["b"])
-    return [f"{end} {a['rank']}, {b['rank']}", *(f"{as_number(side['value']):.4g}" for side in (a, b))]
+    return [f"{end} {a['rank']}, {b['rank']}", *_pair_cells(pair)]
+
+
+def _pair_cells(pair: Record) -> list[str]:
+    values = [f"{as_number(as_record(pair[side])['value']):.4g}" for side in ("a", "b")]
+    return [*values, *(f"{as_number(pair[name]):.2%}" for name in ("change", "share_of_size"))]

@@ -5,22 +5,19 @@ import sys
 from typing import TYPE_CHECKING, TextIO
 
 from torchinstruments.cli.command import Command, add_place_arguments, storage_options
-from torchinstruments.cli.console import ProgressLine, count_text, print_table, shown_text
+from torchinstruments.cli.console import ProgressLine, count_text, shown_text
 from torchinstruments.cli.executors import add_executor_arguments, chosen_executor
 from torchinstruments.cli.folders import open_folders, print_runs_beside
+from torchinstruments.cli.widest_table import print_widest
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.report.coverage_lines import coverage_lines, headline
-from torchinstruments.report.document import Record, as_integer, as_list, as_number, as_record, as_records
+from torchinstruments.report.document import as_integer, as_record, as_records
 from torchinstruments.report.findings import finding_lines
 
 if TYPE_CHECKING:
     from torchinstruments.merge.result import MergeResult
 
 __all__ = ["COMMAND"]
-
-_NUM_WIDEST = 5
-_WIDEST_METRIC = "std"
-"""Statistic of the table of widest layers; where a run has none, its first one."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,75 +97,5 @@ def _print_summary(merged: "MergeResult", file: TextIO) -> int:
         print(f"  {name:<12} {shown_text(text)}", file=file)
     print(f"  {'read':<12} {count_text(rows, 'row')} of {count_text(samples, 'sample')}", file=file)
     print(f"  {'result':<12} {shown_text(merged.url.rstrip('/'))}/result.json", file=file)
-    _print_widest(merged, file)
+    print_widest(merged.result, file)
     return samples
-
-
-def _print_widest(merged: "MergeResult", file: TextIO) -> None:
-    """Prints the tensors whose ranks lie furthest apart at one forward, relative to the size of the value."""
-    run = as_record(merged.result["run"])
-    statistics = _texts(run["statistics"])
-    metric = _WIDEST_METRIC if _WIDEST_METRIC in statistics else next(iter(statistics), _WIDEST_METRIC)
-    rows = [row for layer in as_records(merged.result["layers"]) for row in _spreads(layer, metric)]
-    rows.sort(key=_by_spread)
-    if not rows:
-        return
-    shown = rows[:_NUM_WIDEST]
-    is_said = any(cell["differs_in"] for *_, cell in shown)
-    cells = [
-        [name, signal, *_forward_cells(cell), *_extreme_cells(cell), f"{spread:.1%}"]
-        + ([str(cell["differs_in"])] if is_said else [])
-        for spread, name, signal, cell in shown
-    ]
-    print(
-        f"\nwidest between ranks: {shown_text(metric)}, of each tensor at its widest forward; "
-        "spread = (highest - lowest) / larger magnitude of the two",
-        file=file,
-    )
-    headings = ["layer", "signal", "generation", "attempt", "forward", "lowest", "rank", "highest", "rank"]
-    headings += ["spread", "ranks differ in"] if is_said else ["spread"]
-    print_table(headings, cells, file=file, num_text_columns=2)
-
-
-def _spreads(layer: Record, metric: str) -> list[tuple[float, str, str, Record]]:
-    """Returns spread, name, signal and cell of each tensor that two ranks have at one forward."""
-    found: list[tuple[float, str, str, Record]] = []
-    for tensor in as_records(layer["tensors"]):
-        for statistic in as_records(tensor["statistics"]):
-            furthest = as_record(statistic["across_ranks"])["furthest"]
-            if statistic["metric"] != metric or furthest is None:
-                continue
-            cell = as_record(furthest)
-            low, high = (as_number(as_record(cell[name])["value"]) for name in ("lowest", "highest"))
-            size = max(abs(low), abs(high))
-            name = str(layer["layer"]) or "(root)"
-            if tensor["call_index"]:
-                name = f"{name} call {tensor['call_index']}"
-            signal = str(tensor["signal"])
-            if signal.startswith("parameter"):
-                # A layer has several, and their gradients have several moments.
-                name, signal = f"{name} {tensor['tensor_path']}", f"{signal} {tensor['stage']}".rstrip()
-            # Divided first: the difference may be beyond double precision.
-            found.append((high / size - low / size if size else 0.0, name, signal, cell))
-    return found
-
-
-def _by_spread(row: tuple[float, str, str, Record]) -> tuple[float, str, str]:
-    return (-row[0], row[1], row[2])
-
-
-def _forward_cells(cell: Record) -> list[str]:
-    forward = cell["forward_in_attempt"] if cell["forward_index"] is None else cell["forward_index"]
-    return ["-" if one is None else str(one) for one in (cell["generation"], cell["attempt"], forward)]
-
-
-def _extreme_cells(cell: Record) -> list[str]:
-    cells: list[str] = []
-    for name in ("lowest", "highest"):
-        one = as_record(cell[name])
-        cells += [f"{as_number(one['value']):.4g}", str(one["rank"])]
-    return cells
-
-
-def _texts(value: object) -> list[str]:
-    return [str(one) for one in as_list(value)]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_INLINE_RANKS", "Entries"]
 
 MAX_INLINE_RANKS = 16
-"""With more ranks than this only the one with the largest change has its numbers in a record."""
+"""With more ranks than this only the one with the largest share of size has its numbers in a record."""
 
 _SIDES = ("a", "b")
 _TEXTS = ("scope", "shape", "dtype")
@@ -67,8 +67,10 @@ def _key(row: _Row) -> dict[str, object]:
 
 
 def _by_rank(row: _Row) -> dict[str, object]:
-    found: dict[str, object] = {"change": row["change"]}
-    found["largest"] = None if row["change"] is None else {"rank": row["rank"]} | _pair(row)
+    found: dict[str, object] = {"change": row["change"], "share_of_size": row["share_of_size"]}
+    found["largest"] = None
+    if row["change"] is not None:
+        found["largest"] = {"rank": row["rank"]} | _pair({**row, "change": row["change_on_rank"]})
     for name in ("compared", "lost", "gained"):
         held = row[f"ranks_{name}"]
         found[f"ranks_{name}"] = ranks_text(held) if isinstance(held, list) else ""
@@ -76,7 +78,7 @@ def _by_rank(row: _Row) -> dict[str, object]:
 
 
 def _pair(row: _Row) -> dict[str, object]:
-    found: dict[str, object] = {"change": row["change"]}
+    found: dict[str, object] = {"change": row["change"], "share_of_size": row["share_of_size"]}
     for side in _SIDES:
         there = row[f"has_{side}"]
         found[side] = {
@@ -89,9 +91,9 @@ def _pair(row: _Row) -> dict[str, object]:
 
 
 def _by_range(row: _Row) -> dict[str, object]:
-    found: dict[str, object] = {"change": row["change"]}
+    found: dict[str, object] = {"change": row["change"], "share_of_size": row["share_of_size"]}
     for end in ("lowest", "highest"):
-        pair: dict[str, object] = {"change": row[f"change_of_{end}"]}
+        pair: dict[str, object] = {name: row[f"{name}_of_{end}"] for name in ("change", "share_of_size")}
         for side in _SIDES:
             value = row[f"{end}_{side}"]
             there = {"rank": row[f"{end}_rank_{side}"], "value": value}

@@ -5,6 +5,11 @@ magnitude of the two, the same as the spread that the merge shows between ranks.
 between numbers of opposite sign; a number that became 0, or was 0 before, changed by 1. So it is always
 finite, and does not depend on which run is called A.
 
+That formula makes much of a number that is 0 but for rounding: it changes by all of its size between any two
+runs. So what is shown first, and on which rank, goes by the *share of size*, the change against what is large
+in that tensor: ``|b - a| / max(|a|, |b|, std of the tensor in A, std of it in B)``, of the same rank.
+Fractions have a size of their own, and a tensor without a ``std`` has no other: there it is the change.
+
 Not every pair of numbers may be held beside each other. Of a series whose scope differs the numbers cover
 something else, and gradients are stored as observed, multiplied with the loss scale.
 """
@@ -30,9 +35,11 @@ __all__ = [
     "of_rank",
     "ordered",
     "reason_against",
+    "share_of_size",
     "summary_columns",
     "values_gained",
     "values_lost",
+    "with_std",
 ]
 
 MEASURES = {
@@ -60,7 +67,7 @@ LOSS_SCALE_DIFFERS = "loss_scale_differs"
 """Why a gradient is not compared: it was multiplied with another loss scale in the other run."""
 
 _GRADIENTS = (Signal.OUTPUT_GRADIENT.value, Signal.PARAMETER_GRADIENT.value)
-_WITHOUT_SCALE = ("zero_fraction", "finite_fraction", "nonfinite_fraction")
+_FRACTIONS = ("zero_fraction", "finite_fraction", "nonfinite_fraction")
 
 
 def summary_columns(measure: str) -> list[str]:
@@ -73,20 +80,21 @@ def summary_columns(measure: str) -> list[str]:
 def of_rank(a: MergedRun, b: MergedRun, rank: int, measure: str) -> "pl.DataFrame":
     """Returns each series that both runs have of one rank, or one of them (offline).
 
-    Columns: the key, ``rank``, and for each side ``a``, ``b``, ``reason_*``, ``rows_*``, ``sample_id_*``,
-    ``scope_*``, ``shape_*``, ``dtype_*``, ``loss_scale_lowest_*``, ``loss_scale_highest_*``, ``has_*``; then
-    ``not_compared`` and ``change``, which is null where a side has no value.
+    Columns: the key, ``rank``, and for each side ``a``, ``b``, ``std_*``, ``reason_*``, ``rows_*``,
+    ``sample_id_*``, ``scope_*``, ``shape_*``, ``dtype_*``, ``loss_scale_lowest_*``, ``loss_scale_highest_*``,
+    ``has_*``; then ``not_compared``, ``change`` and ``share_of_size``, which are null where a side has no
+    value.
     """
     import polars as pl
 
     value, reason, rows = MEASURES[measure]
     sides = []
     for run, side in zip((a, b), SIDES, strict=True):
-        names = {value: side, reason: f"reason_{side}", rows: f"rows_{side}"}
+        names = {value: side, reason: f"reason_{side}", rows: f"rows_{side}", "std": f"std_{side}"}
         names["latest_sample_id"] = f"sample_id_{side}"
         names |= {f"latest_{name}": f"{name}_{side}" for name in TEXTS}
         names |= {f"loss_scale_{end}": f"loss_scale_{end}_{side}" for end in ("lowest", "highest")}
-        frame = run.rows(rank, summary_columns(measure))
+        frame = with_std(run.rows(rank, summary_columns(measure)), value)
         frame = frame.with_columns(pl.col(LATEST_REASON).alias(f"missing_{side}"))
         frame = frame.rename(names).drop(LATEST_REASON, strict=False)
         sides.append(frame.with_columns(pl.lit(value=True).alias(f"has_{side}")))
@@ -97,7 +105,24 @@ def of_rank(a: MergedRun, b: MergedRun, rank: int, measure: str) -> "pl.DataFram
     ).with_columns(reason_against(SIDES).alias("not_compared"))
     joined = joined.drop(f"missing_{side}" for side in SIDES)
     compared = pl.col("not_compared") == ""
-    return joined.with_columns(pl.when(compared).then(change_between("a", "b")).alias("change"))
+    return joined.with_columns(
+        pl.when(compared).then(change_between("a", "b")).alias("change"),
+        pl.when(compared).then(share_of_size("a", "b", ("std_a", "std_b"))).alias("share_of_size"),
+    )
+
+
+def with_std(frame: "pl.DataFrame", value: str) -> "pl.DataFrame":
+    """Returns the series of a rank with ``std``: that of their tensor; null of fractions, and without one.
+
+    Args:
+        frame: Series with their key.
+        value: Column that holds their values.
+    """
+    import polars as pl
+
+    tensor = [name for name in KEY_COLUMNS if name != "metric"]
+    std = pl.col(value).filter(pl.col("metric") == "std").first().over(tensor)
+    return frame.with_columns(pl.when(~pl.col("metric").is_in(_FRACTIONS)).then(std).alias("std"))
 
 
 def reason_against(values: tuple[str, str], otherwise: "pl.Expr | None" = None) -> "pl.Expr":
@@ -112,7 +137,7 @@ def reason_against(values: tuple[str, str], otherwise: "pl.Expr | None" = None) 
     import polars as pl
 
     other_scope = pl.col("scope_a") != pl.col("scope_b")
-    is_scaled = pl.col("signal").is_in(_GRADIENTS) & ~pl.col("metric").is_in(_WITHOUT_SCALE)
+    is_scaled = pl.col("signal").is_in(_GRADIENTS) & ~pl.col("metric").is_in(_FRACTIONS)
     other_scale = pl.any_horizontal(
         pl.col(f"loss_scale_{end}_a").fill_null(1.0) != pl.col(f"loss_scale_{end}_b").fill_null(1.0)
         for end in ("lowest", "highest")
@@ -135,22 +160,28 @@ def reason_against(values: tuple[str, str], otherwise: "pl.Expr | None" = None) 
 
 def change_between(first: str, second: str) -> "pl.Expr":
     """Returns the change between two columns; null where either is."""
+    return share_of_size(first, second, ())
+
+
+def share_of_size(first: str, second: str, sizes: tuple[str, ...]) -> "pl.Expr":
+    """Returns the difference of two columns as a share of the largest magnitude in them and in `sizes`."""
     import polars as pl
 
     a, b = pl.col(first), pl.col(second)
-    larger = pl.max_horizontal(a.abs(), b.abs())
+    larger = pl.max_horizontal(pl.col(name).abs() for name in (first, second, *sizes))
     # Divided first, so that the difference of two huge numbers does not overflow.
     share = (b / larger - a / larger).abs()
     return pl.when(a.is_null() | b.is_null()).then(None).when(larger == 0).then(0.0).otherwise(share)
 
 
 def changes_by_rank(a: MergedRun, b: MergedRun, ranks: Iterable[int], measure: str) -> "pl.DataFrame":
-    """Returns each series with its largest change over ranks, and the rank that has it (offline).
+    """Returns each series with the rank whose change is the largest share of the tensor's size (offline).
 
     Memory is that of the series of `FOLDED_RANKS` ranks.
 
     Returns:
-        One row a series, largest change first: what `of_rank` has of the rank with the largest change, and
+        One row a series, largest ``share_of_size`` first: what `of_rank` has of the rank with the largest,
+        its change being ``change_on_rank``, for ``change`` is the largest over ranks; then
         ``ranks_compared``, ``ranks_lost`` (a value in A and none in B), ``ranks_gained``,
         ``ranks_only_in_a``, ``ranks_only_in_b``, ``ranks_not_compared``: lists of ranks, empty for none.
     """
@@ -177,28 +208,33 @@ def _with_lists(frame: "pl.DataFrame") -> "pl.DataFrame":
     }
     none = pl.lit([], dtype=pl.List(pl.Int64))
     return frame.with_columns(
-        pl.when(chosen).then(pl.concat_list("rank")).otherwise(none).alias(name)
-        for name, chosen in which.items()
+        pl.col("change").alias("change_on_rank"),
+        *(
+            pl.when(chosen).then(pl.concat_list("rank")).otherwise(none).alias(name)
+            for name, chosen in which.items()
+        ),
     )
 
 
 def _folded(frames: "list[pl.DataFrame]") -> "pl.DataFrame":
     import polars as pl
 
-    joined = pl.concat(frames).sort("change", "rank", descending=[True, False], nulls_last=True)
+    joined = pl.concat(frames).sort(
+        "share_of_size", "change_on_rank", "rank", descending=[True, True, False], nulls_last=True
+    )
     lists = [name for name in joined.columns if name.startswith("ranks_")]
     others = [name for name in joined.columns if name not in {*KEY_COLUMNS, *lists}]
     folded = joined.group_by(list(KEY_COLUMNS), maintain_order=True).agg(
-        *(pl.col(name).first() for name in others),
+        *(pl.col(name).max() if name == "change" else pl.col(name).first() for name in others),
         *(pl.col(name).list.explode().drop_nulls().sort() for name in lists),
     )
     return ordered(folded)
 
 
 def ordered(frame: "pl.DataFrame") -> "pl.DataFrame":
-    """Returns series with the largest change first, equal ones by their key."""
-    descending = [True, *(False for _ in KEY_COLUMNS)]
-    return frame.sort("change", *KEY_COLUMNS, descending=descending, nulls_last=True)
+    """Returns series with the largest share of size first, then by their change, equal ones by their key."""
+    descending = [True, True, *(False for _ in KEY_COLUMNS)]
+    return frame.sort("share_of_size", "change", *KEY_COLUMNS, descending=descending, nulls_last=True)
 
 
 def values_lost(changes: "pl.DataFrame") -> "pl.DataFrame":

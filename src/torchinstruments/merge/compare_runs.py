@@ -64,7 +64,7 @@ class RunComparison:
         return dict(self.result)
 
     def changes(self) -> "pl.DataFrame":
-        """Returns one row a series, largest change first, as `changes` describes its columns."""
+        """Returns one row a series, largest share of size first, as `changes` describes its columns."""
         return self._changes
 
 

@@ -16,7 +16,9 @@ from torchinstruments.merge.changes import (
     change_between,
     ordered,
     reason_against,
+    share_of_size,
     summary_columns,
+    with_std,
 )
 from torchinstruments.merge.merged_run import MergedRun
 from torchinstruments.records import Scope
@@ -37,10 +39,11 @@ def changes_by_range(a: MergedRun, b: MergedRun, measure: str) -> "pl.DataFrame"
     Memory is that of the series of `FOLDED_RANKS` ranks.
 
     Returns:
-        One row a series, largest change first: the key, and for each side ``lowest_*``, ``lowest_rank_*``,
-        ``highest_*``, ``highest_rank_*``, ``num_ranks_*``, ``reason_*``, ``scope_*``, ``shape_*``,
-        ``dtype_*``, ``loss_scale_lowest_*``, ``loss_scale_highest_*``, ``has_*``; then ``not_compared``,
-        ``change_of_lowest``, ``change_of_highest`` and ``change``, the larger one of the two.
+        One row a series, largest ``share_of_size`` first: the key, and for each side ``lowest_*``,
+        ``lowest_rank_*``, ``lowest_std_*``, the same of the highest, ``num_ranks_*``, ``reason_*``,
+        ``scope_*``, ``shape_*``, ``dtype_*``, ``loss_scale_lowest_*``, ``loss_scale_highest_*``, ``has_*``;
+        then ``not_compared``, and of ``change`` and ``share_of_size`` each that ``*_of_lowest``, that
+        ``*_of_highest`` and the larger one of the two.
     """
     import polars as pl
 
@@ -54,12 +57,17 @@ def changes_by_range(a: MergedRun, b: MergedRun, measure: str) -> "pl.DataFrame"
     joined = joined.with_columns(reason_against(("lowest_a", "lowest_b"), not_whole).alias("not_compared"))
     joined = joined.drop(f"missing_{side}" for side in SIDES)
     compared = pl.col("not_compared") == ""
-    joined = joined.with_columns(
-        pl.when(compared).then(change_between(f"{end}_a", f"{end}_b")).alias(f"change_of_{end}")
-        for end in ("lowest", "highest")
+    for end in ("lowest", "highest"):
+        pair, sizes = (f"{end}_a", f"{end}_b"), (f"{end}_std_a", f"{end}_std_b")
+        joined = joined.with_columns(
+            pl.when(compared).then(change_between(*pair)).alias(f"change_of_{end}"),
+            pl.when(compared).then(share_of_size(*pair, sizes)).alias(f"share_of_size_of_{end}"),
+        )
+    larger = (
+        pl.max_horizontal(f"{name}_of_lowest", f"{name}_of_highest").alias(name)
+        for name in ("change", "share_of_size")
     )
-    larger = pl.max_horizontal("change_of_lowest", "change_of_highest")
-    return ordered(joined.with_columns(larger.alias("change")))
+    return ordered(joined.with_columns(larger))
 
 
 def _range(run: MergedRun, measure: str, side: str) -> "pl.DataFrame":
@@ -69,14 +77,16 @@ def _range(run: MergedRun, measure: str, side: str) -> "pl.DataFrame":
     value, reason, _ = MEASURES[measure]
     held: list[pl.DataFrame] = []
     for rank in run.groups or (0,):
-        frame = run.rows(rank, summary_columns(measure))
+        frame = with_std(run.rows(rank, summary_columns(measure)), value)
         held.append(
             frame.select(
                 *KEY_COLUMNS,
                 pl.col(value).alias("lowest"),
                 pl.lit(rank, pl.Int64).alias("lowest_rank"),
+                pl.col("std").alias("lowest_std"),
                 pl.col(value).alias("highest"),
                 pl.lit(rank, pl.Int64).alias("highest_rank"),
+                pl.col("std").alias("highest_std"),
                 pl.col(value).is_not_null().cast(pl.Int64).alias("num_ranks"),
                 pl.col(reason).alias("reason"),
                 pl.col(LATEST_REASON).alias("missing"),
@@ -101,7 +111,7 @@ def _folded(frames: "list[pl.DataFrame]") -> "pl.DataFrame":
         by = [pl.col(end), pl.col(f"{end}_rank")]
         return [
             pl.col(name).sort_by(by, descending=[descending, False], nulls_last=True).first()
-            for name in (end, f"{end}_rank")
+            for name in (end, f"{end}_rank", f"{end}_std")
         ]
 
     return (

@@ -1,6 +1,7 @@
 """The command that compares two runs: exit codes, streams, and its table."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -32,11 +33,29 @@ def test_without_a_condition_a_change_is_no_failure(
     assert lines[0] == f"A: run run-a, 2 ranks, series of 0-1, complete, {first.url}/merged"
     assert lines[1] == f"B: run run-b, 2 ranks, series of 0-1, complete, {second.url}/merged"
     assert lines[2] == "  compared     1 series rank by rank (0-1); mean of the last samples of each series"
-    assert lines[-3].startswith(
-        "largest changes, the first 1 of 1 series that changed; change = |b - a| / larger"
-    )
-    assert lines[-2].split() == ["layer", "signal", "metric", "differs", "in", "rank", "A", "B", "change"]
-    assert lines[-1].split() == ["fc", "output", "mean", "shape", "1", "12", "6", "50.00%"]
+    assert lines[-4] == "largest changes by share of size, the first 1 of 1 series that changed"
+    assert "share of size = |b - a| / largest of both and the tensor's std in A and in B" in lines[-3]
+    headings = ["layer", "signal", "metric", "differs in", "rank", "A", "B", "change", "share of size"]
+    assert re.split(r"  +", lines[-2].strip()) == headings
+    assert lines[-1].split() == ["fc", "output", "mean", "shape", "1", "12", "6", "50.00%", "50.00%"]
+
+
+def test_a_change_that_is_large_in_its_tensor_comes_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mean of rounding errors that changed its sign stands behind it, with both figures."""
+    runs = [whole_run(tmp_path / name, 1) for name in "ab"]
+    for run, mean, std in zip(runs, (1e-15, -1e-15), (1.0, 4.0), strict=True):
+        own = {"sample_id": 0, "layer": "head"}
+        rows = [own | {"metric": "mean", "value": mean}, own | {"metric": "std", "value": std}]
+        run.history(0, rows, process_of(0))
+        merge_run(run.url)
+    main(["compare", runs[0].url, runs[1].url])
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert [(one[0], one[2], *one[-2:]) for one in shown] == [
+        ("head", "std", "75.00%", "75.00%"),
+        ("head", "mean", "200.00%", "0.00%"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -96,6 +115,7 @@ def test_worlds_of_other_sizes(
         "2",
         "12",
         "22",
+        "45.45%",
         "45.45%",
     ]
 

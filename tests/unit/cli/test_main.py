@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -47,10 +48,13 @@ def test_merge_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (
         "aligned      4 samples by generation, attempt, forward_in_attempt; 100.0% common to 2 ranks" in out
     )
-    assert "widest between ranks: std, of each tensor at its widest forward; spread = (highest" in out
-    headings = ["layer", "signal", "generation", "attempt", "forward", "lowest", "rank", "highest", "rank"]
-    assert out.splitlines()[-2].split() == [*headings, "spread"]
-    assert out.splitlines()[-1].split() == ["fc", "output", "0", "0", "0", "1", "0", "3", "1", "66.7%"]
+    assert (
+        "widest between ranks: std or mean of each layer's signal, at its widest forward\nspread = (" in out
+    )
+    headings = ["layer", "signal", "metric", "generation", "attempt", "forward"]
+    headings += ["lowest", "rank of lowest", "highest", "rank of highest", "spread"]
+    assert re.split(r"  +", out.splitlines()[-2].strip()) == headings
+    assert " ".join(out.splitlines()[-1].split()) == "fc output mean 0 0 0 3 0 13 1 76.9%"
 
 
 def test_merge_names_the_one_rank_that_is_off_among_equal_ones(
@@ -86,8 +90,8 @@ def test_the_widest_tensors_are_compared_at_one_forward(
     headings, *rows_shown = capsys.readouterr().out.splitlines()[-3:]
     assert headings.endswith("ranks differ in")
     assert [row.split() for row in rows_shown] == [
-        ["head", "output", "0", "1", "0", "3", "0", "6", "2", "50.0%", "loss_scale"],
-        ["fc", "output", "0", "0", "0", "1", "0", "1", "0", "0.0%"],
+        ["head", "output", "std", "0", "1", "0", "3", "0", "6", "2", "50.0%", "loss_scale"],
+        ["fc", "output", "std", "0", "0", "0", "1", "0", "1", "0", "0.0%"],
     ]
 
 
@@ -319,11 +323,14 @@ def test_many_ranks_are_shown_by_their_extremes(tmp_path: Path, capsys: pytest.C
     for rank in range(12):
         counted(run, rank)
         run.history(
-            rank, [{"sample_id": 0, "metric": "std", "value": 1.0 + (rank == 7)}], process_of(rank), 1
+            rank,
+            [{"sample_id": 0, "metric": "std", "value": 1000.0 + 1000.0 * (rank == 7)}],
+            process_of(rank),
+            1,
         )
     assert main(["merge", run.url]) == 0
     shown = capsys.readouterr().out.splitlines()[-1].split()
-    assert shown == ["fc", "output", "0", "0", "0", "1", "0", "2", "7", "50.0%"]
+    assert shown == ["fc", "output", "std", "0", "0", "0", "1000", "0", "2000", "7", "50.0%"]
 
 
 def test_parameters_are_told_apart_by_name_and_moment(
@@ -340,10 +347,10 @@ def test_parameters_are_told_apart_by_name_and_moment(
         ]
         run.history(rank, rows, process_of(rank), 1)
     assert main(["merge", run.url]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()[-2:]]
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[-2:]]
     assert lines == [
-        ["fc", "weight", "parameter_gradient", "local_accumulated", *"000", "1", "0", "4", "1", "75.0%"],
-        ["fc", "bias", "parameter_gradient", "reduced", *"000", "1", "0", "2", "1", "50.0%"],
+        "fc parameter_gradient local_accumulated weight std 0 0 0 1 0 4 1 75.0%",
+        "fc parameter_gradient reduced bias std 0 0 0 1 0 2 1 50.0%",
     ]
 
 
