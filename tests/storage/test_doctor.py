@@ -1,6 +1,7 @@
 """``torchinstruments doctor``: says what a job would meet in a store, and leaves nothing there."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from storage.spooling import make_part, make_target
 from torchinstruments.cli.main import main
 from torchinstruments.environment import RANK, SPOOL_DIR
+from torchinstruments.store.diagnosis import probe_store
 from torchinstruments.store.filesystem import open_storage
 from torchinstruments.store.locks import FileLock
 from torchinstruments.store.spool_folder import UPLOADER_LOCK
@@ -147,3 +149,14 @@ def test_an_address_that_cannot_work_is_one_sentence(capsys: pytest.CaptureFixtu
     captured = capsys.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
+
+
+def test_a_clock_that_is_off_needs_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a minute is told, by how much, and the way out."""
+    now_s = time.time
+    monkeypatch.setattr(time, "time", lambda: now_s() + 100.0)
+    clock = next(one for one in probe_store(str(tmp_path), None, timeout_s=5.0) if one.name == "clock")
+    assert clock.outcome == "warning"
+    assert "set this host's with NTP" in clock.detail
+    assert clock.clock_skew_s is not None
+    assert -130.0 < clock.clock_skew_s < -90.0

@@ -224,11 +224,13 @@ def test_joined_rows_are_in_the_order_of_the_catalog(rig: Rig) -> None:
 def test_what_was_put_before_the_folder_was_removed_is_counted_and_stays(rig: Rig) -> None:
     """The writer had not read how far the uploader was: nothing is put over, and no row counts as dropped."""
     rig.spool_samples(0)
-    rig.ship()
+    before = rig.ship()
     up = rig.objects()
     (folder,) = process_folders(rig.spool)
+    assert not before.was_made_again()
     shutil.rmtree(folder)
     rig.spool_samples(1)
+    assert before.was_made_again()
     assert read_progress(folder).is_behind
     assert not rig.writer.close(0.0)
     shipment = rig.ship()

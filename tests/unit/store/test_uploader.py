@@ -174,6 +174,23 @@ def test_a_failing_uploader_is_asked_for_its_place_though_the_clock_was_set_back
     lock.release()
 
 
+def test_an_uploader_whose_lock_was_removed_leaves_the_spool_to_the_next_one(tmp_path: Path) -> None:
+    """Somebody removed the spool, and it was made again: two would put different rows under one name."""
+    url = "memory://lock-was-removed/run"
+    target = make_target(url, None, tmp_path)
+    (spool,) = tmp_path.iterdir()
+    lock = FileLock.acquire(spool / UPLOADER_LOCK)
+    assert lock is not None
+    target.write_part("samples", 2, make_part([1, 2]))
+    (spool / UPLOADER_LOCK).unlink()
+    of_the_next = FileLock.acquire(spool / UPLOADER_LOCK)
+    assert of_the_next is not None
+    assert Uploader(spool, url, None, lock, once=True).run() == 0
+    assert list(spool.glob("rank-000-1a2b3c4d/*.parquet"))
+    assert of_the_next.is_at(spool / UPLOADER_LOCK)
+    of_the_next.release()
+
+
 def test_a_folder_of_another_release_is_left_alone(tmp_path: Path) -> None:
     """What cannot be understood is neither uploaded nor deleted, and does not hold up the rest."""
     url = f"memory://{make_run().nonce}/run"
