@@ -287,6 +287,7 @@ def test_two_agents_without_a_shared_folder_write_one_run(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.timeout(300)  # six workers, one job after the other
 @pytest.mark.parametrize("place", ["local disk", "object store"])
 def test_a_job_that_is_launched_again_goes_on_in_its_folder(
     place: str, tmp_path: Path, request: pytest.FixtureRequest
