@@ -10,11 +10,13 @@ import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import torchinstruments
-from torchinstruments import environment, inject_observer, open_run
+from merge.run_folder import process_of, whole_run
+from torchinstruments import environment, inject_observer, merge_run, open_run
 from torchinstruments.environment import SPOOL_DIR
 from torchinstruments.merge.entries import SUMMARY_SCHEMA
 from torchinstruments.records import Counters, ErrorRecord, Evidence, ModuleRecord, Outcome, Reason
@@ -163,6 +165,23 @@ def test_python_blocks_run(checkout: Path, page: str, tmp_path: Path) -> None:
         assert open_run(str(checkout / folder)).samples().collect().height > 0, folder
     for bucket in re.findall(r"make_bucket\('([\w-]+)'\)", text):
         assert re.search(rf"MergeResult\('s3://{bucket}/run/merged', ranks='0', complete\)", output)
+
+
+def test_ranks_that_hold_the_same_are_no_extremes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's count of extremes names the ranks that differ, and not rank 0 for cells that are equal."""
+    folder = whole_run(tmp_path / "runs" / "first", 3, num_samples=1)
+    for rank in range(3):
+        rows = [{"layer": "equal", "value": 1.0}, {"layer": "odd", "value": (2.0, 1.0, 9.0)[rank]}]
+        folder.history(rank, [one | {"sample_id": 0, "metric": "std"} for one in rows], process_of(rank))
+    merge_run(folder.url)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    [block] = [
+        one for one in BLOCKS if one.page == "docs/finding-a-bad-rank.md" and "lowest_rank" in one.text
+    ]
+    exec(block.text, names)
+    found = names["extremes"].select("end", "rank", "cells").rows()
+    assert sorted(found) == [("highest", 2, 1), ("lowest", 1, 1)]
 
 
 def test_no_two_pages_or_scripts_share_a_folder() -> None:
