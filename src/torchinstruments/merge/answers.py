@@ -19,6 +19,7 @@ __all__ = [
     "FirstSeen",
     "HeldValue",
     "LateRank",
+    "ModeSplit",
     "OwnWork",
     "SetAsideFile",
     "StepDifference",
@@ -134,6 +135,30 @@ class StepDisagreement:
     attempt: int
     differences: tuple[StepDifference, ...]
     ranks_without_row: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModeSplit:
+    """A forward that ranks ran in different modes, so that it is not compared between them.
+
+    Attributes:
+        generation: Generation.
+        attempt: Attempt; None where there is none.
+        forward_in_attempt: Ordinal of the forward in it; None likewise.
+        forward_index: Ordinal of the forward where there is no attempt, else None.
+        layer: The first of the layers that were in different modes, by name.
+        num_layers: How many they are.
+        values: Which ranks were in ``train`` or ``eval``, or had layers in either, ``eval,train``; that of
+            the fewest ranks first.
+    """
+
+    generation: int
+    attempt: int | None
+    forward_in_attempt: int | None
+    forward_index: int | None
+    layer: str
+    num_layers: int
+    values: tuple[HeldValue, ...]
 
 
 @dataclass(frozen=True, slots=True)

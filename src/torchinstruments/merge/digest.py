@@ -9,6 +9,7 @@ from torchinstruments.merge.answers import (
     Coverage,
     Divergence,
     FirstNonfinite,
+    ModeSplit,
     StepDisagreement,
     WidestSeries,
     answer,
@@ -25,10 +26,11 @@ _COLUMNS = ("layer", "signal", "metric", "rank", "value", "median of ranks", "me
 
 
 def digest_lines(result: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Returns name and text of four lines."""
+    """Returns name and text of four lines, of five where ranks ran a forward in different modes."""
     lines = [
         ("coverage", _coverage_text(result)),
         ("steps", f"{_steps_text(result)}; replicas {_replicas_text(result)}"),
+        *_modes_lines(result),
         ("first nonfinite", _nonfinite_text(result)),
         ("widest", _widest_text(result)),
     ]
@@ -74,6 +76,16 @@ def _steps_text(result: Mapping[str, object]) -> str:
     difference = first.differences[0]
     held = ", ".join(f"{one.value} on {one.ranks}" for one in difference.values[:2])
     return f"DIFFER, first at {_place(first.generation, first.attempt)}: {difference.column} {held}"
+
+
+def _modes_lines(result: Mapping[str, object]) -> list[tuple[str, str]]:
+    first = answer(result["comparison"], "first_in_different_modes", ModeSplit)
+    if first is None:
+        return []
+    number = answer(result["comparison"], "forwards_in_different_modes", int)
+    held = ", ".join(f"{one.value} on {one.ranks}" for one in first.values)
+    place = _place(first.generation, first.attempt, first.forward_in_attempt, first.forward_index)
+    return [("modes", f"DIFFER in {number:,} forwards, which are not compared, first at {place}: {held}")]
 
 
 def _replicas_text(result: Mapping[str, object]) -> str:

@@ -49,6 +49,7 @@ def finding_lines(result: Record) -> list[tuple[str, str]]:
 def _lines(result: Record) -> list[tuple[str, str]]:
     return [
         ("same steps", _steps_text(as_record(result["steps"]))),
+        *_modes_lines(as_record(result["comparison"])),
         *_outcomes_lines(as_record(result["steps"])),
         ("replicas", _replicas_text(as_record(result["replicas"]))),
         ("nonfinite", _nonfinite_text(as_record(result["first_nonfinite"]))),
@@ -78,6 +79,20 @@ def _steps_text(steps: Record) -> str:
         without = first["ranks_without_row"]
         text += f"; {incomplete:,} not on all ranks, first {_moment(first)}, without ranks {without}"
     return text
+
+
+def _modes_lines(comparison: Record) -> list[tuple[str, str]]:
+    """Returns which ranks ran the same forward in another mode; nothing where none did."""
+    if comparison["first_in_different_modes"] is None:
+        return []
+    first = as_record(comparison["first_in_different_modes"])
+    number = count_text(as_integer(comparison["forwards_in_different_modes"]), "forward")
+    layers = as_integer(first["num_layers"])
+    where = str(first["layer"]) or "(root)"
+    if layers > 1:
+        where += f" and {count_text(layers - 1, 'further layer')}"
+    text = f"DIFFER in {number}, not compared for that, first {_moment(first)}: {_values_text(first)}"
+    return [("modes", f"{text}, in {where}")]
 
 
 def _outcomes_lines(steps: Record) -> list[tuple[str, str]]:
