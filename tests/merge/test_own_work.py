@@ -145,6 +145,20 @@ def test_steps_without_times_are_told(tmp_path: Path, rows: list[dict[str, Any]]
     assert records[0]["clock"] is None
 
 
+@pytest.mark.parametrize(("shared", "reason"), [(range(1, 35), "other_model_trained"), (range(1, 20), "")])
+def test_attempts_in_which_another_model_was_trained_judge_nobody(
+    tmp_path: Path, shared: range, reason: str
+) -> None:
+    """A rank that seems late in them is not; where enough others are left, those are looked at."""
+    run = RunFolder(tmp_path / "run", world_size=2).run()
+    for rank, gap in enumerate((0.01, 0.3)):
+        rows: list[Row] = [{"attempt": i, "gap_s": None if i in shared else gap} for i in range(40)]
+        run.steps(rank, rows, process_of(rank))
+    [record] = own_work_of(run)["generations"]
+    assert (record["unavailable_reason"], record["judged"]) == (reason, not reason)
+    assert record["late_ranks"] == ("" if reason else "1")
+
+
 def test_what_the_clock_cannot_tell_is_not_told(tmp_path: Path) -> None:
     """A lone rank, few attempts in common, and clocks that differ: no verdict, and the reason."""
     run = RunFolder(tmp_path / "run", world_size=3).run()

@@ -34,6 +34,7 @@ MIN_MADS = 5.0
 MIN_SHARE = 0.05
 """A late rank loses at least this share of an attempt."""
 
+_FOR_LACK_OF_TIMES = ("no_timed_attempts", "single_rank", "few_common_attempts")
 _MIN_WAITED_SHARE = 0.5
 _MAX_SHOWN = 100
 
@@ -47,6 +48,7 @@ class Timings:
     Attributes:
         generation: Generation.
         clocks: ``host`` and ``device``, those that occur.
+        has_shared: Whether it has attempts, left out here, in which another model was trained.
         attempt: Attempts, ascending; at most `MAX_ATTEMPTS`.
         gap_s: From the end of the attempt before to its first forward.
         other_s: Forward, backward and optimizer together.
@@ -54,6 +56,7 @@ class Timings:
 
     generation: int
     clocks: tuple[str, ...]
+    has_shared: bool
     attempt: npt.NDArray[np.int64]
     gap_s: _Floats
     other_s: _Floats
@@ -64,6 +67,7 @@ class _Chosen:
 
     def __init__(self) -> None:
         self.clocks: set[str] = set()
+        self.has_shared = False
         self._attempt: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._times: _Floats = np.zeros((3, 0))
 
@@ -83,7 +87,8 @@ class _Chosen:
 
     def timings(self, generation: int) -> Timings:
         gap, phases, optimizer = self._times
-        return Timings(generation, tuple(sorted(self.clocks)), self._attempt, gap, phases + optimizer)
+        clocks = tuple(sorted(self.clocks))
+        return Timings(generation, clocks, self.has_shared, self._attempt, gap, phases + optimizer)
 
 
 class TimingsTally:
@@ -106,10 +111,12 @@ class TimingsTally:
         )
         # The first attempt of a process has none before it, and so no gap.
         is_timed = (attempt > 0) & np.isfinite(times).all(axis=0)
+        is_shared = (attempt > 0) & batch.column("gap_s").is_null().to_numpy(zero_copy_only=False)
         positions, clocks = texts_of(batch.column("clock"))
         for one in np.unique(generation).tolist():
             rows = is_timed & (generation == one)
             chosen = self._chosen.setdefault(one, _Chosen())
+            chosen.has_shared |= bool((is_shared & (generation == one)).any())
             if not rows.any():
                 continue
             chosen.clocks |= {clocks[place] for place in np.unique(positions[rows]).tolist()}
@@ -164,6 +171,8 @@ class OwnWorkFold:
             reason = "clock_differs"
         elif len(common) < MIN_ATTEMPTS:
             reason = "few_common_attempts"
+        if reason in _FOR_LACK_OF_TIMES and any(one.has_shared for one in self._timings[generation].values()):
+            reason = "other_model_trained"
         record: dict[str, object] = {
             "generation": generation,
             "judged": not reason,

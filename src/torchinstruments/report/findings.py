@@ -23,6 +23,8 @@ _NOT_JUDGED = {
     "no_timed_attempts": "not known: no attempt after the first has times",
     "single_rank": "not known: one rank alone has times",
     "few_common_attempts": "not known: the ranks have too few attempts in common",
+    "other_model_trained": "not known: another model is trained beside this one, so that no time is a rank's "
+    "own work alone",
     "clock_differs": "not known: ranks were timed by different clocks",
     "no_statistic_tells": "not known: no statistic of this run tells",
 }
