@@ -112,6 +112,24 @@ def test_two_ranks_are_enough(tmp_path: Path) -> None:
     assert record["latest"]["late_by_mads"] is None
 
 
+@pytest.mark.parametrize(("slower_s", "late_ranks"), [(0.0, ""), (0.2, "1")])
+def test_of_two_noisy_ranks_only_the_slow_one_is_late(
+    tmp_path: Path, slower_s: float, late_ranks: str
+) -> None:
+    """By the medians alone noise would make one of two equal ranks late, for two have no deviation."""
+    run = RunFolder(tmp_path / "run", world_size=2).run()
+    random = np.random.default_rng(7)
+    gaps = random.exponential(0.1, (2, 30)) + np.array([[0.0], [slower_s]])
+    for rank in range(2):
+        run.steps(rank, [{"attempt": i, "gap_s": gaps[rank, i]} for i in range(30)], process_of(rank))
+    [record] = own_work_of(run)["generations"]
+    assert record["late_ranks"] == late_ranks
+    first = record["ranks"][0]
+    assert first["share_of_attempt"] > own_work.MIN_SHARE
+    own, other = gaps[first["rank"], 1:], gaps[1 - first["rank"], 1:]
+    assert first["later_share"] == np.mean(own > other)
+
+
 def test_a_slow_host_is_found_though_ranks_move(tmp_path: Path) -> None:
     """A host whose ranks are late in two generations is named with both, whatever the ranks are."""
     run = RunFolder(tmp_path / "run", world_size=4).run()

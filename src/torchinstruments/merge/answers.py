@@ -229,6 +229,7 @@ class LateRank:
         late_by_s: `gap_s` against the median of ranks.
         late_by_mads: The same in multiples of the median deviation of ranks; None where that is 0.
         share_of_attempt: The same as a share of an attempt's time.
+        later_share: In what share of the common attempts its gap was longer than the median of ranks.
     """
 
     rank: int
@@ -238,6 +239,7 @@ class LateRank:
     late_by_s: float
     late_by_mads: float | None
     share_of_attempt: float | None
+    later_share: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,12 @@ MIN_MADS = 5.0
 MIN_SHARE = 0.05
 """A late rank loses at least this share of an attempt."""
 
+MIN_LATER_SHARE = 0.75
+"""In at least this share of the common attempts a late rank came later than the median of ranks.
+
+Of two ranks the median deviation is 0, so that only this tells one that is late from noise.
+"""
+
 _FOR_LACK_OF_TIMES = ("no_timed_attempts", "single_rank", "few_common_attempts")
 _MIN_WAITED_SHARE = 0.5
 _MAX_SHOWN = 100
@@ -149,6 +155,7 @@ class OwnWorkFold:
             "min_common_attempts": MIN_ATTEMPTS,
             "min_mads": MIN_MADS,
             "min_share_of_attempt": MIN_SHARE,
+            "min_later_share": MIN_LATER_SHARE,
             "generations": generations,
             "late_hosts": self._late_hosts(late),
         }
@@ -189,18 +196,24 @@ class OwnWorkFold:
     def _judged(
         self, generation: int, ranks: list[int], common: npt.NDArray[np.int64]
     ) -> tuple[dict[str, object], list[int]]:
+        every_gap = np.zeros((len(ranks), len(common)))
         gaps, others, lengths = np.zeros(len(ranks)), np.zeros(len(ranks)), np.zeros(len(ranks))
         for place, rank in enumerate(ranks):
             one = self._timings[generation][rank]
             chosen = np.searchsorted(one.attempt, common)
             gap, other = one.gap_s[chosen], one.other_s[chosen]
+            every_gap[place] = gap
             gaps[place], others[place] = np.median(gap), np.median(other)
             lengths[place] = np.median(gap + other)
         centre, attempt_s = lower_median(gaps), lower_median(lengths)
         late_by = gaps - centre
         mad = lower_median(np.abs(late_by))
+        middle = np.partition(every_gap, (len(ranks) - 1) // 2, axis=0)[(len(ranks) - 1) // 2]
+        later = np.mean(every_gap > middle, axis=1)
         is_late = (late_by > MIN_MADS * mad) & (late_by > 0) & (late_by >= MIN_SHARE * attempt_s)
-        latest = int(np.argmax(late_by))
+        is_late &= later >= MIN_LATER_SHARE
+        # A rank that is later by more, and not steadily, does not hide one that is late.
+        latest = int(np.argmax(np.where(is_late, late_by, -np.inf) if is_late.any() else late_by))
         waited = others - others[latest]
         is_waiting = ~is_late & bool(is_late.any()) & (waited >= _MIN_WAITED_SHARE * late_by[latest])
         records = [
@@ -212,6 +225,7 @@ class OwnWorkFold:
                 "late_by_s": float(late_by[place]),
                 "late_by_mads": float(late_by[place] / mad) if mad > 0 else None,
                 "share_of_attempt": float(late_by[place] / attempt_s) if attempt_s > 0 else None,
+                "later_share": float(later[place]),
             }
             for place, rank in enumerate(ranks)
         ]
