@@ -115,7 +115,7 @@ def test_repr_has_five_lines(merged: MergeResult) -> None:
         "replicas DIFFER, first at generation 0, attempt 2: fc.weight"
     )
     assert lines[3].startswith(
-        "  first nonfinite: ranks 3 at generation 0, attempt 4, forward 0, forward: a<script>"
+        "  first nonfinite: rank 3 at generation 0, attempt 4, forward 0, forward: a<script>"
     )
     assert lines[4].startswith("  widest: a<script>")
     assert all(line.isprintable() and len(line) < 300 for line in lines)

@@ -112,6 +112,24 @@ def test_two_ranks_are_enough(tmp_path: Path) -> None:
     assert record["latest"]["late_by_mads"] is None
 
 
+@pytest.mark.parametrize(("slower_s", "late_ranks"), [(0.0, ""), (0.2, "1")])
+def test_of_two_noisy_ranks_only_the_slow_one_is_late(
+    tmp_path: Path, slower_s: float, late_ranks: str
+) -> None:
+    """By the medians alone noise would make one of two equal ranks late, for two have no deviation."""
+    run = RunFolder(tmp_path / "run", world_size=2).run()
+    random = np.random.default_rng(7)
+    gaps = random.exponential(0.1, (2, 30)) + np.array([[0.0], [slower_s]])
+    for rank in range(2):
+        run.steps(rank, [{"attempt": i, "gap_s": gaps[rank, i]} for i in range(30)], process_of(rank))
+    [record] = own_work_of(run)["generations"]
+    assert record["late_ranks"] == late_ranks
+    first = record["ranks"][0]
+    assert first["share_of_attempt"] > own_work.MIN_SHARE
+    own, other = gaps[first["rank"], 1:], gaps[1 - first["rank"], 1:]
+    assert first["later_share"] == np.mean(own > other)
+
+
 def test_a_slow_host_is_found_though_ranks_move(tmp_path: Path) -> None:
     """A host whose ranks are late in two generations is named with both, whatever the ranks are."""
     run = RunFolder(tmp_path / "run", world_size=4).run()
@@ -143,6 +161,20 @@ def test_steps_without_times_are_told(tmp_path: Path, rows: list[dict[str, Any]]
     ]
     assert [(one["ranks_with_times"], one["common_attempts"]) for one in records] == [("", 0), ("0", 39)]
     assert records[0]["clock"] is None
+
+
+@pytest.mark.parametrize(("shared", "reason"), [(range(1, 35), "other_model_trained"), (range(1, 20), "")])
+def test_attempts_in_which_another_model_was_trained_judge_nobody(
+    tmp_path: Path, shared: range, reason: str
+) -> None:
+    """A rank that seems late in them is not; where enough others are left, those are looked at."""
+    run = RunFolder(tmp_path / "run", world_size=2).run()
+    for rank, gap in enumerate((0.01, 0.3)):
+        rows: list[Row] = [{"attempt": i, "gap_s": None if i in shared else gap} for i in range(40)]
+        run.steps(rank, rows, process_of(rank))
+    [record] = own_work_of(run)["generations"]
+    assert (record["unavailable_reason"], record["judged"]) == (reason, not reason)
+    assert record["late_ranks"] == ("" if reason else "1")
 
 
 def test_what_the_clock_cannot_tell_is_not_told(tmp_path: Path) -> None:

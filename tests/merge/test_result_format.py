@@ -44,7 +44,9 @@ def result(tmp_path: Path) -> dict[str, Any]:
         far = [{"sample_id": i, "attempt": i, "value": 9.0 if rank == i == 2 else rank / 2} for i in (1, 2)]
         shard = {"sample_id": 3, "attempt": 3, "layer": "sharded", "metric": "max", "scope": "local_shard"}
         shard |= {"replica_key": f"mesh sh=S(0)@{rank}/3 ranks={rank}", "shape": "4", "value": float(rank)}
-        run.history(rank, [row | {"attempt": rank, "sample_id": 10 + rank}, *far, shard], process)
+        apart = {"sample_id": 4, "attempt": 4, "value": 1.0, "mode": "eval" if rank == 1 else "train"}
+        rows = [row | {"attempt": rank, "sample_id": 10 + rank}, *far, shard, apart]
+        run.history(rank, rows, process)
     run.write("rank-000/history.parts/part-0000000a-000001.parquet", b"")
     error = ErrorRecord("reducer", "fc", "ValueError", "no", START.isoformat())
     lost = {"history": TableState(next_part=4)}

@@ -222,6 +222,24 @@ def test_a_model_on_an_accelerator_has_the_times_of_its_events(
     assert all(forward_s > 0.0 and optimizer_s > 0.0 for _, forward_s, _, optimizer_s in phases)
 
 
+def test_two_models_that_are_trained_in_turn_have_no_gap_of_their_own(tmp_path: Path) -> None:
+    """As a GAN's: between the forwards of either there is work of the other, and the merge judges no rank."""
+    models = {name: make_model() for name in ("generator", "critic")}
+    optimizers = {name: torch.optim.SGD(one.parameters(), lr=0.25) for name, one in models.items()}
+    for name, model in models.items():
+        inject_observer(model, output_dir=tmp_path / name, sampler=AlwaysSampler())
+    for _ in range(12):
+        for name, model in models.items():
+            train(model, 1)
+            optimizers[name].step()
+    for name, model in models.items():
+        remove_observer(model)
+        gaps = open_run(str(tmp_path / name)).steps().sort("attempt").collect()["gap_s"].to_list()
+        assert gaps == [0.0] + [None] * 11
+        (judged,) = merge_run(str(tmp_path / name)).own_work
+        assert (judged.judged, judged.unavailable_reason) == (False, "other_model_trained")
+
+
 def test_a_step_marked_by_the_program_is_in_the_tables(tmp_path: Path) -> None:
     """Its number and its declaration in `steps`, its provenance beside every value."""
     model = make_model()

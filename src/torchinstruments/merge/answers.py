@@ -19,6 +19,7 @@ __all__ = [
     "FirstSeen",
     "HeldValue",
     "LateRank",
+    "ModeSplit",
     "OwnWork",
     "SetAsideFile",
     "StepDifference",
@@ -137,6 +138,30 @@ class StepDisagreement:
 
 
 @dataclass(frozen=True, slots=True)
+class ModeSplit:
+    """A forward that ranks ran in different modes, so that it is not compared between them.
+
+    Attributes:
+        generation: Generation.
+        attempt: Attempt; None where there is none.
+        forward_in_attempt: Ordinal of the forward in it; None likewise.
+        forward_index: Ordinal of the forward where there is no attempt, else None.
+        layer: The first of the layers that were in different modes, by name.
+        num_layers: How many they are.
+        values: Which ranks were in ``train`` or ``eval``, or had layers in either, ``eval,train``; that of
+            the fewest ranks first.
+    """
+
+    generation: int
+    attempt: int | None
+    forward_in_attempt: int | None
+    forward_index: int | None
+    layer: str
+    num_layers: int
+    values: tuple[HeldValue, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Divergence:
     """A tensor that differs between ranks that have to hold the same.
 
@@ -204,6 +229,7 @@ class LateRank:
         late_by_s: `gap_s` against the median of ranks.
         late_by_mads: The same in multiples of the median deviation of ranks; None where that is 0.
         share_of_attempt: The same as a share of an attempt's time.
+        later_share: In what share of the common attempts its gap was longer than the median of ranks.
     """
 
     rank: int
@@ -213,6 +239,7 @@ class LateRank:
     late_by_s: float
     late_by_mads: float | None
     share_of_attempt: float | None
+    later_share: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from torchinstruments.merge.cell_widths import Width
 from torchinstruments.merge.comparison_blocks import COMPARISON_SCHEMA, ComparisonBlock, Widest
 from torchinstruments.merge.comparison_cells import NOT_COMPARED
 from torchinstruments.merge.comparison_plan import ComparisonPlan
+from torchinstruments.merge.mode_splits import ModeSplits
 from torchinstruments.merge.overview import OverviewFold
 from torchinstruments.merge.rank_sets import ranks_text
 from torchinstruments.store.schema import MAX_ROW_GROUP_ROWS
@@ -61,6 +62,7 @@ class ComparisonFold:
         self._num_without_value = 0
         self._not_compared: Counter[str] = Counter()
         self._ambiguous: Counter[int] = Counter()
+        self._modes = ModeSplits()
 
     def __enter__(self) -> Self:
         """Returns the fold."""
@@ -84,6 +86,7 @@ class ComparisonFold:
         self._not_compared.update(block.not_compared)
         self._not_compared[_REPEATED] += block.num_repeated
         self._ambiguous.update(block.ambiguous)
+        self._modes = self._modes.joined(block.modes)
 
     def file(self) -> Path:
         """Returns the finished table; nothing can be added afterwards."""
@@ -106,6 +109,8 @@ class ComparisonFold:
             "rows_of_one_rank": rows - paired,
             "rows_not_compared": not_compared,
             "ambiguous_ranks": ranks_text(self._ambiguous),
+            "forwards_in_different_modes": self._modes.forwards,
+            "first_in_different_modes": self._modes.first,
             "widest": self._widest.section(),
         }
 

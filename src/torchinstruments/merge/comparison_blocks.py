@@ -13,6 +13,7 @@ from torchinstruments.merge.cell_widths import widths
 from torchinstruments.merge.combined_parts import CombinedParts, combined_parts
 from torchinstruments.merge.comparison_cells import Cells, differing_texts
 from torchinstruments.merge.comparison_rows import AlignedRows, ComparisonTask, aligned_stretches
+from torchinstruments.merge.mode_splits import ModeSplits, mode_splits
 from torchinstruments.merge.overview_choice import Pictured
 from torchinstruments.merge.overview_rows import OVERVIEW_SCHEMA, overview_rows
 from torchinstruments.merge.rank_statistics import (
@@ -105,6 +106,7 @@ class ComparisonBlock:
         not_compared: Reason to those of them that belong to no cell.
         num_repeated: Those of them that a later row of the same process and cell replaces.
         ambiguous: Rank to rows of forwards that two of its processes have.
+        modes: Forwards that ranks ran in different modes.
         overview: What is chosen for pictures.
     """
 
@@ -117,6 +119,7 @@ class ComparisonBlock:
     not_compared: dict[str, int]
     num_repeated: int
     ambiguous: dict[int, int]
+    modes: ModeSplits
     overview: pa.Table
 
 
@@ -154,6 +157,7 @@ def _block(rows: AlignedRows, pictured: Pictured | None) -> ComparisonBlock:
         not_compared=rows.not_compared,
         num_repeated=rows.num_repeated,
         ambiguous=rows.ambiguous,
+        modes=mode_splits(rows),
         overview=_overview(rows, found.of_parts, pictured),
     )
 

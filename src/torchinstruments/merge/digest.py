@@ -9,6 +9,7 @@ from torchinstruments.merge.answers import (
     Coverage,
     Divergence,
     FirstNonfinite,
+    ModeSplit,
     StepDisagreement,
     WidestSeries,
     answer,
@@ -25,10 +26,11 @@ _COLUMNS = ("layer", "signal", "metric", "rank", "value", "median of ranks", "me
 
 
 def digest_lines(result: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Returns name and text of four lines."""
+    """Returns name and text of four lines, of five where ranks ran a forward in different modes."""
     lines = [
         ("coverage", _coverage_text(result)),
-        ("steps", f"{_steps_text(result)}; replicas {_replicas_text(result)}"),
+        ("steps", _steps_and_replicas_text(result)),
+        *_modes_lines(result),
         ("first nonfinite", _nonfinite_text(result)),
         ("widest", _widest_text(result)),
     ]
@@ -63,10 +65,17 @@ def _coverage_text(result: Mapping[str, object]) -> str:
     return text
 
 
+def _steps_and_replicas_text(result: Mapping[str, object]) -> str:
+    coverage = msgspec.convert(result["coverage"], Coverage)
+    if len({*coverage.expected_ranks, *coverage.present_ranks}) < 2:
+        return "of one rank, which has none to be compared with"
+    return f"{_steps_text(result)}; replicas {_replicas_text(result)}"
+
+
 def _steps_text(result: Mapping[str, object]) -> str:
     same = answer(result["steps"], "same_steps", bool)
     if same is None:
-        return "not compared"
+        return "not compared, for no two ranks have the same attempt"
     if same:
         return "the same on all ranks"
     first = answer(result["steps"], "first_disagreement", StepDisagreement)
@@ -76,10 +85,21 @@ def _steps_text(result: Mapping[str, object]) -> str:
     return f"DIFFER, first at {_place(first.generation, first.attempt)}: {difference.column} {held}"
 
 
+def _modes_lines(result: Mapping[str, object]) -> list[tuple[str, str]]:
+    first = answer(result["comparison"], "first_in_different_modes", ModeSplit)
+    if first is None:
+        return []
+    number = answer(result["comparison"], "forwards_in_different_modes", int)
+    held = ", ".join(f"{one.value} on {one.ranks}" for one in first.values)
+    place = _place(first.generation, first.attempt, first.forward_in_attempt, first.forward_index)
+    return [("modes", f"DIFFER in {number:,} forwards, which are not compared, first at {place}: {held}")]
+
+
 def _replicas_text(result: Mapping[str, object]) -> str:
     equal = answer(result["replicas"], "equal", bool)
     if equal is None:
-        return "not judged"
+        reason = answer(result["replicas"], "unavailable_reason", str) or ""
+        return f"not judged ({reason.replace('_', ' ')})"
     if equal:
         return "equal"
     first = answer(result["replicas"], "first_divergence", Divergence)
@@ -96,7 +116,8 @@ def _nonfinite_text(result: Mapping[str, object]) -> str:
         return "none"
     place = _place(first.generation, first.attempt, first.forward_in_attempt, first.forward_index)
     what = f"{first.layer or '(root)'} {first.signal}"
-    return f"ranks {first.ranks} at {place}, {first.phase}: {what}"
+    ranks = f"rank {first.ranks}" if first.ranks.isdecimal() else f"ranks {first.ranks}"
+    return f"{ranks} at {place}, {first.phase}: {what}"
 
 
 def _widest_text(result: Mapping[str, object]) -> str:

@@ -34,6 +34,13 @@ MIN_MADS = 5.0
 MIN_SHARE = 0.05
 """A late rank loses at least this share of an attempt."""
 
+MIN_LATER_SHARE = 0.75
+"""In at least this share of the common attempts a late rank came later than the median of ranks.
+
+Of two ranks the median deviation is 0, so that only this tells one that is late from noise.
+"""
+
+_FOR_LACK_OF_TIMES = ("no_timed_attempts", "single_rank", "few_common_attempts")
 _MIN_WAITED_SHARE = 0.5
 _MAX_SHOWN = 100
 
@@ -47,6 +54,7 @@ class Timings:
     Attributes:
         generation: Generation.
         clocks: ``host`` and ``device``, those that occur.
+        has_shared: Whether it has attempts, left out here, in which another model was trained.
         attempt: Attempts, ascending; at most `MAX_ATTEMPTS`.
         gap_s: From the end of the attempt before to its first forward.
         other_s: Forward, backward and optimizer together.
@@ -54,6 +62,7 @@ class Timings:
 
     generation: int
     clocks: tuple[str, ...]
+    has_shared: bool
     attempt: npt.NDArray[np.int64]
     gap_s: _Floats
     other_s: _Floats
@@ -64,6 +73,7 @@ class _Chosen:
 
     def __init__(self) -> None:
         self.clocks: set[str] = set()
+        self.has_shared = False
         self._attempt: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._times: _Floats = np.zeros((3, 0))
 
@@ -83,7 +93,8 @@ class _Chosen:
 
     def timings(self, generation: int) -> Timings:
         gap, phases, optimizer = self._times
-        return Timings(generation, tuple(sorted(self.clocks)), self._attempt, gap, phases + optimizer)
+        clocks = tuple(sorted(self.clocks))
+        return Timings(generation, clocks, self.has_shared, self._attempt, gap, phases + optimizer)
 
 
 class TimingsTally:
@@ -106,10 +117,12 @@ class TimingsTally:
         )
         # The first attempt of a process has none before it, and so no gap.
         is_timed = (attempt > 0) & np.isfinite(times).all(axis=0)
+        is_shared = (attempt > 0) & batch.column("gap_s").is_null().to_numpy(zero_copy_only=False)
         positions, clocks = texts_of(batch.column("clock"))
         for one in np.unique(generation).tolist():
             rows = is_timed & (generation == one)
             chosen = self._chosen.setdefault(one, _Chosen())
+            chosen.has_shared |= bool((is_shared & (generation == one)).any())
             if not rows.any():
                 continue
             chosen.clocks |= {clocks[place] for place in np.unique(positions[rows]).tolist()}
@@ -142,6 +155,7 @@ class OwnWorkFold:
             "min_common_attempts": MIN_ATTEMPTS,
             "min_mads": MIN_MADS,
             "min_share_of_attempt": MIN_SHARE,
+            "min_later_share": MIN_LATER_SHARE,
             "generations": generations,
             "late_hosts": self._late_hosts(late),
         }
@@ -164,6 +178,8 @@ class OwnWorkFold:
             reason = "clock_differs"
         elif len(common) < MIN_ATTEMPTS:
             reason = "few_common_attempts"
+        if reason in _FOR_LACK_OF_TIMES and any(one.has_shared for one in self._timings[generation].values()):
+            reason = "other_model_trained"
         record: dict[str, object] = {
             "generation": generation,
             "judged": not reason,
@@ -180,18 +196,24 @@ class OwnWorkFold:
     def _judged(
         self, generation: int, ranks: list[int], common: npt.NDArray[np.int64]
     ) -> tuple[dict[str, object], list[int]]:
+        every_gap = np.zeros((len(ranks), len(common)))
         gaps, others, lengths = np.zeros(len(ranks)), np.zeros(len(ranks)), np.zeros(len(ranks))
         for place, rank in enumerate(ranks):
             one = self._timings[generation][rank]
             chosen = np.searchsorted(one.attempt, common)
             gap, other = one.gap_s[chosen], one.other_s[chosen]
+            every_gap[place] = gap
             gaps[place], others[place] = np.median(gap), np.median(other)
             lengths[place] = np.median(gap + other)
         centre, attempt_s = lower_median(gaps), lower_median(lengths)
         late_by = gaps - centre
         mad = lower_median(np.abs(late_by))
+        middle = np.partition(every_gap, (len(ranks) - 1) // 2, axis=0)[(len(ranks) - 1) // 2]
+        later = np.mean(every_gap > middle, axis=1)
         is_late = (late_by > MIN_MADS * mad) & (late_by > 0) & (late_by >= MIN_SHARE * attempt_s)
-        latest = int(np.argmax(late_by))
+        is_late &= later >= MIN_LATER_SHARE
+        # A rank that is later by more, and not steadily, does not hide one that is late.
+        latest = int(np.argmax(np.where(is_late, late_by, -np.inf) if is_late.any() else late_by))
         waited = others - others[latest]
         is_waiting = ~is_late & bool(is_late.any()) & (waited >= _MIN_WAITED_SHARE * late_by[latest])
         records = [
@@ -203,6 +225,7 @@ class OwnWorkFold:
                 "late_by_s": float(late_by[place]),
                 "late_by_mads": float(late_by[place] / mad) if mad > 0 else None,
                 "share_of_attempt": float(late_by[place] / attempt_s) if attempt_s > 0 else None,
+                "later_share": float(later[place]),
             }
             for place, rank in enumerate(ranks)
         ]

@@ -13,6 +13,7 @@ from torchinstruments.merge.answers import (
     Coverage,
     Divergence,
     FirstNonfinite,
+    ModeSplit,
     OwnWork,
     StepDisagreement,
     WidestSeries,
@@ -58,7 +59,10 @@ class MergeResult:
     storage: Storage = field(repr=False, compare=False)
 
     def __repr__(self) -> str:
-        """Returns five lines: which ranks, what is missing, same steps, first nonfinite, widest."""
+        """Returns five lines: which ranks, what is missing, same steps, first nonfinite, widest.
+
+        A sixth one says so where ranks ran the same forward in different modes.
+        """
         return "\n".join([self._title(), *(f"  {name}: {text}" for name, text in digest_lines(self.result))])
 
     def _repr_html_(self) -> str:
@@ -87,6 +91,16 @@ class MergeResult:
     def step_disagreements(self) -> tuple[StepDisagreement, ...]:
         """The first hundred attempts on which ranks disagree; `steps` has all."""
         return answers(self.result["steps"], "disagreements", StepDisagreement)
+
+    @property
+    def forwards_in_different_modes(self) -> int:
+        """How many forwards some ranks ran in ``train`` and others in ``eval``: these are not compared."""
+        return answer(self.result["comparison"], "forwards_in_different_modes", int) or 0
+
+    @property
+    def first_mode_split(self) -> ModeSplit | None:
+        """The first of these forwards, with the ranks in each mode; None where there is none."""
+        return answer(self.result["comparison"], "first_in_different_modes", ModeSplit)
 
     @property
     def replicas_equal(self) -> bool | None:

@@ -520,6 +520,14 @@ class StepClock:
         if step is not None:
             step.judgement, step.aborted = judgement, False
 
+    def other_model_stepped(self, now_s: float) -> None:
+        """Takes that an optimizer of another model has stepped (training or autograd thread, hot path).
+
+        Args:
+            now_s: Monotonic seconds.
+        """
+        self._timer.other_model_stepped(now_s)
+
     def optimizer_gone(self, optimizer_key: int) -> None:
         """Forgets an optimizer that no longer lives; a new one under this key gets a new ordinal.
 
@@ -630,6 +638,7 @@ class StepClock:
             if len(window.steps) > 1 and not window.explicit:
                 self.num_steps_without_forward += len(window.steps) - len({one.key for one in window.steps})
             return window.take_records(self._device)
+        window.is_shared |= self._timer.is_shared(window)
         outcome, evidence = Outcome.UNKNOWN, Evidence.NONE
         if self._optimizer_known or failed:
             outcome = Outcome.ABANDONED
@@ -648,6 +657,7 @@ class StepClock:
         if window is None:
             self.num_steps_between_boundaries += self._next_attempt > self._first_attempt
             return
+        window.is_shared |= self._timer.is_shared(window)
         step.optimizer, step.optimizer_attempt = self._ordinals.next_attempt(step.key)
         if len(window.steps) >= MAX_STEPS_IN_WINDOW:
             self.num_dropped_steps += 1

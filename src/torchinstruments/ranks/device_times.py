@@ -157,7 +157,7 @@ class DeviceTimes:
         gap_s, forward_s, backward_s = shared.times
         return replace(
             record,
-            gap_s=gap_s,
+            gap_s=None if record.gap_s is None else gap_s,
             forward_s=forward_s,
             backward_s=backward_s,
             optimizer_s=step_s,

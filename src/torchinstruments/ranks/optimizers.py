@@ -58,6 +58,7 @@ class KnownOptimizer:
         key: Names it to the clock.
         belongs: Whether a parameter of it is the model's, or it was named.
         place: Which one that is; None where none is, or where it was named.
+        is_of_other: Whether it holds parameters, none of them the model's, and was not named.
         num_ended: Steps of it that ended.
         decides_on_device: Whether a scaler left it to the last of them to skip, on the device.
     """
@@ -66,6 +67,7 @@ class KnownOptimizer:
     key: int
     belongs: bool
     place: Place | None
+    is_of_other: bool
     num_ended: int = 0
     decides_on_device: bool = False
 
@@ -171,6 +173,7 @@ class OptimizerWatch:
             num_forwards = self._clock.num_forwards
             entry.place = self._membership.again(optimizer, entry.key, entry.place, num_forwards)
             entry.belongs = entry.place is not None
+            entry.is_of_other = not entry.belongs and _has_parameters(optimizer)
         return entry if entry.belongs else None
 
     def _step_started(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -204,7 +207,7 @@ class OptimizerWatch:
             entry = self._known.get(id(optimizer))
             if entry is None or not entry.belongs:
                 if entry is not None:
-                    self._membership.stepped(entry.key)
+                    self._other_ended(entry)
                 return
             entry.num_ended += 1
             if self.listener is not None:
@@ -222,6 +225,13 @@ class OptimizerWatch:
                 self.on_ended(entry)
         except Exception as error:  # noqa: BLE001
             self._report(error)
+
+    def _other_ended(self, entry: KnownOptimizer) -> None:
+        self._membership.stepped(entry.key)
+        # One inside a step of the model's is part of it, as an optimizer's own parts are.
+        if entry.is_of_other and self._outermost is None:
+            # As a bare number it keeps no event of the device.
+            self._clock.other_model_stepped(float(self._now()))
 
     def _is_running(self) -> bool:
         return self._outermost is not None and self._outermost.is_below(sys._getframe(1))  # noqa: SLF001
@@ -243,7 +253,10 @@ class OptimizerWatch:
             belongs = place is not None
         else:
             place, belongs = None, any(reference() is optimizer for reference in self._only)
-        entry = KnownOptimizer(weakref.ref(optimizer, forget), key, belongs, place)
+        is_of_other = not belongs and _has_parameters(optimizer)
+        if is_of_other and self._only is not None:
+            is_of_other = self._membership.find(optimizer) is None
+        entry = KnownOptimizer(weakref.ref(optimizer, forget), key, belongs, place, is_of_other)
         self._known[identity] = entry
         return entry
 
@@ -275,6 +288,11 @@ def first_lr(optimizer: object) -> float | None:
     groups = getattr(optimizer, "param_groups", None)
     lr = groups[0].get("lr") if groups else None
     return float(lr) if isinstance(lr, (int, float)) and not isinstance(lr, bool) else None
+
+
+def _has_parameters(optimizer: Optimizer) -> bool:
+    """Whether an optimizer steps anything on this rank; of one that is sharded a rank may have no part."""
+    return any(group.get("params") for group in optimizer.param_groups)
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

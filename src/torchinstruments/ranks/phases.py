@@ -31,6 +31,7 @@ class PhaseTimer:
         self._stepped_in_backward = False
         self._last_event_s = 0.0
         self._last_end_s: float | None = None
+        self._other_step_s: float | None = None
 
     @property
     def last_event_s(self) -> float:
@@ -54,6 +55,16 @@ class PhaseTimer:
     def gap(self, begin_s: float) -> Span | None:
         """Returns the gap before a window; None before the first one (training thread, hot path)."""
         return None if self._last_end_s is None else (self._last_end_s, begin_s)
+
+    def other_model_stepped(self, now_s: float) -> None:
+        """Takes that an optimizer of another model has stepped (training or autograd thread, hot path)."""
+        self._other_step_s = now_s
+
+    def is_shared(self, window: Window) -> bool:
+        """Whether another model was trained since the window's gap began (training thread, hot path)."""
+        return (
+            window.gap is not None and self._other_step_s is not None and self._other_step_s >= window.gap[0]
+        )
 
     def passed(self, now_s: float) -> None:
         """Takes a moment before which the next backward cannot have begun (training thread, hot path)."""

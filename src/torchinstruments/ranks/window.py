@@ -161,6 +161,8 @@ class Window:
         first_forward_index: Of its first root forward, or of the next one while it has none.
         started_at_us: When its first forward began, or the window itself where it has none.
         gap: From the end of the attempt before to its begin; None for the first attempt.
+        is_shared: Whether another model was trained in its gap or before its last step: what a rank does by
+            itself may then lie anywhere, and the gap holds what is none of it.
         explicit: Whether the program says where it begins and ends.
         has_begun: Whether a forward, backward or step was seen in it; inferred ones begin with a forward.
         global_step: The caller's number.
@@ -180,6 +182,7 @@ class Window:
     first_forward_index: int
     started_at_us: int
     gap: Span | None
+    is_shared: bool = False
     explicit: bool = False
     has_begun: bool = True
     global_step: int | None = None
@@ -289,7 +292,7 @@ class Window:
             outcome=judgement.outcome,
             evidence=judgement.evidence,
             started_at_us=self.started_at_us,
-            gap_s=0.0 if gap is None else max(0.0, gap[1] - gap[0]),
+            gap_s=None if self.is_shared else 0.0 if gap is None else max(0.0, gap[1] - gap[0]),
             forward_s=self.forward.seconds,
             backward_s=self.backward.seconds,
             optimizer_s=step.optimizer_s,

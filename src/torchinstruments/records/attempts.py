@@ -31,7 +31,8 @@ class AttemptRecord:
         outcome: What became of it.
         evidence: What that rests on.
         started_at_us: When its first forward began: microseconds since the epoch, UTC.
-        gap_s: From the last attempt's end, its evaluation included, to this one's first forward.
+        gap_s: From the last attempt's end, its evaluation included, to this one's first forward; None where
+            an optimizer of another model stepped since that end.
         forward_s: Sum over its root forwards.
         backward_s: Sum over what lies between the end of a forward and the end of its backward.
         optimizer_s: Sum over its optimizer's steps.
@@ -55,7 +56,7 @@ class AttemptRecord:
     outcome: Outcome
     evidence: Evidence
     started_at_us: int
-    gap_s: float
+    gap_s: float | None
     forward_s: float
     backward_s: float
     optimizer_s: float

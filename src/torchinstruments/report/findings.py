@@ -23,6 +23,8 @@ _NOT_JUDGED = {
     "no_timed_attempts": "not known: no attempt after the first has times",
     "single_rank": "not known: one rank alone has times",
     "few_common_attempts": "not known: the ranks have too few attempts in common",
+    "other_model_trained": "not known: another model is trained beside this one, so that no time is a rank's "
+    "own work alone",
     "clock_differs": "not known: ranks were timed by different clocks",
     "no_statistic_tells": "not known: no statistic of this run tells",
 }
@@ -48,7 +50,8 @@ def finding_lines(result: Record) -> list[tuple[str, str]]:
 
 def _lines(result: Record) -> list[tuple[str, str]]:
     return [
-        ("same steps", _steps_text(as_record(result["steps"]))),
+        ("same steps", _steps_text(as_record(result["steps"]), as_record(result["coverage"]))),
+        *_modes_lines(as_record(result["comparison"])),
         *_outcomes_lines(as_record(result["steps"])),
         ("replicas", _replicas_text(as_record(result["replicas"]))),
         ("nonfinite", _nonfinite_text(as_record(result["first_nonfinite"]))),
@@ -59,10 +62,12 @@ def _lines(result: Record) -> list[tuple[str, str]]:
     ]
 
 
-def _steps_text(steps: Record) -> str:
+def _steps_text(steps: Record, coverage: Record) -> str:
     compared = as_integer(steps["compared_attempts"])
     if steps["same_steps"] is None:
-        return "not known: no attempt is there of two ranks"
+        if len({*as_list(coverage["expected_ranks"]), *as_list(coverage["present_ranks"])}) < 2:
+            return "not asked: the run has one rank, and none to compare it with"
+        return "not known: no two ranks have the same attempt"
     if not steps["same_steps"]:
         first = as_record(steps["first_disagreement"])
         difference = as_record(as_list(first["differences"])[0])
@@ -76,8 +81,23 @@ def _steps_text(steps: Record) -> str:
     if incomplete:
         first = as_record(steps["first_incomplete"])
         without = first["ranks_without_row"]
-        text += f"; {incomplete:,} not on all ranks, first {_moment(first)}, without ranks {without}"
+        without = _ranks_text({"ranks": without})
+        text += f"; {incomplete:,} not on all ranks, first {_moment(first)}, without {without}"
     return text
+
+
+def _modes_lines(comparison: Record) -> list[tuple[str, str]]:
+    """Returns which ranks ran the same forward in another mode; nothing where none did."""
+    if comparison["first_in_different_modes"] is None:
+        return []
+    first = as_record(comparison["first_in_different_modes"])
+    number = count_text(as_integer(comparison["forwards_in_different_modes"]), "forward")
+    layers = as_integer(first["num_layers"])
+    where = str(first["layer"]) or "(root)"
+    if layers > 1:
+        where += f" and {count_text(layers - 1, 'further layer')}"
+    text = f"DIFFER in {number}, not compared for that, first {_moment(first)}: {_values_text(first)}"
+    return [("modes", f"{text}, in {where}")]
 
 
 def _outcomes_lines(steps: Record) -> list[tuple[str, str]]:
@@ -143,7 +163,8 @@ def _nonfinite_text(found: Record) -> str:
         text += "; after the reduction, so that the rank where it was born is not known"
     missing = as_record(first["ranks_missing"])
     for reason, ranks in missing.items():
-        text += f"; ranks {ranks} do not tell ({reason})"
+        who = _ranks_text({"ranks": ranks})
+        text += f"; {who} {'does' if who.startswith('rank ') else 'do'} not tell ({reason})"
     return text
 
 
@@ -160,9 +181,12 @@ def _late_text(own_work: Record) -> str:
     host = f" on {latest['host']}" if latest["host"] else ""
     text = (
         f"rank {latest['rank']}{host} by its own work, {as_number(latest['late_by_s']):.3g} s an attempt "
-        f"({as_number(latest['share_of_attempt']):.0%}), generation {last['generation']}"
+        f"({as_number(latest['share_of_attempt']):.0%} of its time), generation {last['generation']}"
     )
-    return f"{text}; ranks {last['waiting_ranks']} wait" if last["waiting_ranks"] else text
+    if not last["waiting_ranks"]:
+        return text
+    waiting = _ranks_text({"ranks": last["waiting_ranks"]})
+    return f"{text}; {waiting} {'waits' if waiting.startswith('rank ') else 'wait'} for it"
 
 
 def _furthest_text(comparison: Record) -> str:

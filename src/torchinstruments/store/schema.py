@@ -108,7 +108,7 @@ STEPS = _schema(
     ("scale_after", pa.float64(), True),
     ("lr", pa.float64(), True),
     ("started_at", _TIMESTAMP, False),
-    ("gap_s", pa.float64(), False),
+    ("gap_s", pa.float64(), True),
     ("forward_s", pa.float64(), False),
     ("backward_s", pa.float64(), False),
     ("optimizer_s", pa.float64(), False),

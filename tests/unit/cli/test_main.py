@@ -17,7 +17,7 @@ from torchinstruments import __version__
 from torchinstruments.checks import Action, Finding, Severity
 from torchinstruments.checks.findings import Moment
 from torchinstruments.cli.main import main
-from torchinstruments.merge import engine
+from torchinstruments.merge import engine, merge_run
 from torchinstruments.records import Counters, Member
 from torchinstruments.store.manifest import TableState
 
@@ -166,8 +166,10 @@ def test_the_answers_come_first(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert replicas.endswith("0000000000000001 on ranks 0-1; equal again in generation 0, attempt 6")
     assert nonfinite.startswith("FIRST on rank 1, in generation 0, attempt 3, forward 0, backward: fc ")
     assert nonfinite.endswith("output_gradient, at loss scale 1024")
-    assert late.startswith("rank 1 on host-a by its own work, 0.29 s an attempt (55%), generation 0")
-    assert late.endswith("; ranks 0,2 wait")
+    assert late.startswith(
+        "rank 1 on host-a by its own work, 0.29 s an attempt (55% of its time), generation 0"
+    )
+    assert late.endswith("; ranks 0,2 wait for it")
     assert unsynchronised.startswith("5 steps applied to gradients that were not synchronised")
     assert unsynchronised.endswith("first in generation 0, attempt 15, rank 0")
 
@@ -207,11 +209,28 @@ def test_what_is_not_known_says_why(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["merge", whole_run(tmp_path / "run").url]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()[1:5]]
     assert lines == [
-        "same steps   not known: no attempt is there of two ranks",
+        "same steps   not known: no two ranks have the same attempt",
         "replicas     not known: the run has no fingerprints (fingerprints=True takes them)",
         "nonfinite    not known: no statistic of this run tells",
         "late         not known: the run has no steps",
     ]
+
+
+def test_one_rank_is_compared_with_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is called unknown that only several ranks could tell, and one that waits is one."""
+    run = whole_run(tmp_path / "run", 1)
+    assert main(["merge", run.url]) == 0
+    text = "same steps   not asked: the run has one rank, and none to compare it with"
+    assert capsys.readouterr().out.splitlines()[1].strip() == text
+    assert "  steps: of one rank, which has none to be compared with\n" in repr(merge_run(run.url))
+    run = whole_run(tmp_path / "pair", 2)
+    assert "not judged (no fingerprints)" in repr(merge_run(run.url))
+    for rank, gap_s in enumerate((0.3, 0.01)):
+        steps = [{"attempt": i, "gap_s": gap_s, "backward_s": 0.5 - gap_s} for i in range(20)]
+        run.steps(rank, steps, process_of(rank))
+        run.manifest(rank, process_of(rank))
+    assert main(["merge", run.url]) == 0
+    assert "(55% of its time), generation 0; rank 1 waits for it\n" in capsys.readouterr().out
 
 
 def test_what_a_run_that_goes_on_may_still_write_is_not_known_yet(
@@ -223,7 +242,7 @@ def test_what_a_run_that_goes_on_may_still_write_is_not_known_yet(
     assert main(["merge", run.url]) == 1
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()[1:5]]
     assert lines == [
-        "same steps   not known yet: no attempt is there of two ranks",
+        "same steps   not known yet: no two ranks have the same attempt",
         (
             "replicas     not known yet: none of the ranks, which still run, has written fingerprints "
             "(fingerprints=True takes them)"

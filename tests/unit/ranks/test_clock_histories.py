@@ -258,9 +258,9 @@ class _AnyOrder(RuleBasedStateMachine):
         for attempt, record in by_attempt.items():
             assert record.micro_batches <= trained[attempt]
             assert attempt in self.grown or record.micro_batches == trained[attempt]
-        spent = sum(r.gap_s + r.forward_s + r.backward_s for r in by_attempt.values())
+        spent = sum((r.gap_s or 0.0) + r.forward_s + r.backward_s for r in by_attempt.values())
         assert spent + sum(record.optimizer_s for record in records) <= self.now
-        assert all(min(r.gap_s, r.forward_s, r.backward_s, r.optimizer_s) >= 0.0 for r in records)
+        assert all(min(r.gap_s or 0.0, r.forward_s, r.backward_s, r.optimizer_s) >= 0.0 for r in records)
 
 
 TestAnyOrder = _AnyOrder.TestCase

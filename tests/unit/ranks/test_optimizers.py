@@ -465,6 +465,58 @@ def test_two_models_with_an_optimizer_each_count_their_own(training):
     assert other.outcomes == [(0, 0, 0, Outcome.APPLIED)]
 
 
+@pytest.mark.parametrize("place", ["gap", "attempt"])
+def test_where_another_model_was_trained_the_gap_is_not_known(training, place):
+    """Whether it stepped before the first forward or after it; the attempts before and behind have theirs."""
+    mine = SGD(training.model.parameters(), lr=1.0)
+    theirs = SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    for attempt in range(4):
+        if attempt == 2 and place == "gap":
+            theirs.step()
+        loss = training.forward()
+        if attempt == 2 and place == "attempt":
+            theirs.step()
+        loss.backward()
+        mine.step()
+    training.close()
+    assert [r.gap_s is None for r in training.records] == [False, False, True, False]
+    assert [r.gap_s for r in training.records[:2]] == [0.0, 1.0]
+
+
+def test_what_steps_inside_the_models_step_or_holds_nothing_is_no_other_model(training):
+    """As the parts of a sharded optimizer, of which a rank may have none."""
+    inner = SGD([{"params": []}], lr=1.0)
+
+    class _Wrapping(SGD):
+        @override
+        def step(self, closure=None):
+            SGD(nn.Linear(2, 2).parameters(), lr=1.0).step()
+            return super().step(closure)
+
+    mine = _Wrapping(training.model.parameters(), lr=1.0)
+    for _ in range(3):
+        training.forward().backward()
+        inner.step()
+        mine.step()
+    training.close()
+    assert all(r.gap_s is not None for r in training.records)
+
+
+@pytest.mark.parametrize("is_models", [True, False])
+def test_beside_a_named_optimizer_only_those_of_other_models_are_others(is_models):
+    """One of the model itself that was not named trains no other model."""
+    model = nn.Linear(4, 1)
+    named = SGD([model.weight], lr=1.0)
+    training = _Training(named, model)
+    other = SGD([model.bias] if is_models else nn.Linear(2, 2).parameters(), lr=1.0)
+    for _ in range(2):
+        training.forward().backward()
+        named.step()
+        other.step()
+    training.close()
+    assert training.records[1].gap_s == (1.0 if is_models else None)
+
+
 def test_an_optimizer_over_the_parameters_of_both_models_is_each_ones(training):
     """Its step ends an attempt of the one and of the other."""
     other = _Training()
