@@ -4,7 +4,7 @@ Every fault is trained three times from one seed: *baseline* has no fault, in *b
 samples, and *fixed* has the same fault beside a change that helps against it. A table for each has a row
 for each sample: baseline and broken are equal to the last bit in the first four, and no longer in the
 fifth; the line below it says in which layer first. The same series are drawn in one HTML page, for which
-plotly is needed (``pip install torchinstruments[report]``). What is seen here is no threshold for another
+plotly is needed (``pip install plotly jinja2``). What is seen here is no threshold for another
 model.
 
     python examples/find_problems.py --output-dir /tmp/problems

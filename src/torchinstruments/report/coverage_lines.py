@@ -3,16 +3,21 @@
 from torchinstruments.report.document import Record, as_integer, as_list, as_record, as_records
 from torchinstruments.report.texts import count_text
 
-__all__ = ["coverage_lines", "headline"]
+__all__ = ["coverage_lines", "headline", "num_samples"]
 
 _MAX_NAMED_FILES = 10
 
 
-def headline(num_samples: int, *, is_complete: bool) -> str:
+def num_samples(result: Record) -> int:
+    """Returns how many samples the processes of all ranks took, from ``result.json``."""
+    return sum(as_integer(one["samples"]) for one in as_records(result["ranks"]))
+
+
+def headline(samples: int, *, is_complete: bool) -> str:
     """Returns whether all that was expected was there."""
     if is_complete:
-        return "complete" if num_samples else "complete, but no sample was taken"
-    return "NOT COMPLETE" if num_samples else "NOT COMPLETE, and no sample was found"
+        return "complete" if samples else "complete, but no sample was taken"
+    return "NOT COMPLETE" if samples else "NOT COMPLETE, and no sample was found"
 
 
 def coverage_lines(coverage: Record) -> list[tuple[str, str]]:

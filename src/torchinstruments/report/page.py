@@ -11,7 +11,7 @@ from torchinstruments.merge.overview import OVERVIEW_FILE, OVERVIEW_KEY
 from torchinstruments.merge.rank_sets import parse_ranks, ranks_text
 from torchinstruments.merge.reopened import merged_table, shaped_like_a_merge
 from torchinstruments.merge.timeline import TIMELINE_FILE
-from torchinstruments.report.coverage_lines import coverage_lines, headline
+from torchinstruments.report.coverage_lines import coverage_lines, headline, num_samples
 from torchinstruments.report.document import Record, as_integer, as_list, as_record, as_records
 from torchinstruments.report.extra import plotly_script, require_report_extra
 from torchinstruments.report.findings import finding_lines
@@ -125,13 +125,12 @@ def _table(merged: "MergeResult", name: str) -> _Table | None:
 def _texts(merged: "MergeResult", notes: Mapping[str, str]) -> dict[str, object]:
     result = merged.result
     run = as_record(result["run"])
-    num_samples = sum(as_integer(one["samples"]) for one in as_records(result["ranks"]))
     coverage = as_record(result["coverage"])
     lines = [*finding_lines(result), *coverage_lines(coverage)]
     lines += [_generation_line(one) for one in as_records(result["generations"])]
     return {
         "run_id": shown_text(str(run["run_id"])),
-        "headline": headline(num_samples, is_complete=merged.complete),
+        "headline": headline(num_samples(result), is_complete=merged.complete),
         "facts": [(name, shown_text(text)) for name, text in lines],
         "run_facts": _run_facts(merged, run),
         "never_fired": _never_fired(coverage),
