@@ -10,8 +10,9 @@ from torchinstruments.cli.executors import add_executor_arguments, chosen_execut
 from torchinstruments.cli.folders import open_folders, print_runs_beside
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.report.coverage_lines import coverage_lines, headline, num_samples
-from torchinstruments.report.document import Record, as_integer, as_list, as_number, as_record, as_records
+from torchinstruments.report.document import Record, as_integer, as_number, as_record, as_records
 from torchinstruments.report.findings import finding_lines
+from torchinstruments.report.spreads import spread_metric, spreads
 
 if TYPE_CHECKING:
     from torchinstruments.merge.result import MergeResult
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["COMMAND"]
 
 _NUM_WIDEST = 5
-_WIDEST_METRIC = "std"
-"""Statistic of the table of widest layers; where a run has none, its first one."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,23 +105,18 @@ def _print_summary(merged: "MergeResult", file: TextIO) -> int:
 
 def _print_widest(merged: "MergeResult", file: TextIO) -> None:
     """Prints the tensors whose ranks lie furthest apart at one forward, relative to the size of the value."""
-    run = as_record(merged.result["run"])
-    statistics = _texts(run["statistics"])
-    metric = _WIDEST_METRIC if _WIDEST_METRIC in statistics else next(iter(statistics), _WIDEST_METRIC)
-    rows = [row for layer in as_records(merged.result["layers"]) for row in _spreads(layer, metric)]
-    rows.sort(key=_by_spread)
-    if not rows:
+    shown = spreads(merged.result)[:_NUM_WIDEST]
+    if not shown:
         return
-    shown = rows[:_NUM_WIDEST]
-    is_said = any(cell["differs_in"] for *_, cell in shown)
+    is_said = any(one.series["differs_in"] for one in shown)
     cells = [
-        [name, signal, *_forward_cells(cell), *_extreme_cells(cell), f"{spread:.1%}"]
-        + ([str(cell["differs_in"])] if is_said else [])
-        for spread, name, signal, cell in shown
+        [*_names(one.series), *_forward_cells(one.series), *_extreme_cells(one.series), f"{one.share:.1%}"]
+        + ([str(one.series["differs_in"])] if is_said else [])
+        for one in shown
     ]
     print(
-        f"\nwidest between ranks: {shown_text(metric)}, of each tensor at its widest forward; "
-        "spread = (highest - lowest) / larger magnitude of the two",
+        f"\nwidest between ranks: {shown_text(spread_metric(merged.result))}, of each tensor at its widest "
+        "forward; spread = (highest - lowest) / larger magnitude of the two",
         file=file,
     )
     headings = ["layer", "signal", "generation", "attempt", "forward", "lowest", "rank", "highest", "rank"]
@@ -130,31 +124,15 @@ def _print_widest(merged: "MergeResult", file: TextIO) -> None:
     print_table(headings, cells, file=file, num_text_columns=2)
 
 
-def _spreads(layer: Record, metric: str) -> list[tuple[float, str, str, Record]]:
-    """Returns spread, name, signal and cell of each tensor that two ranks have at one forward."""
-    found: list[tuple[float, str, str, Record]] = []
-    for tensor in as_records(layer["tensors"]):
-        for statistic in as_records(tensor["statistics"]):
-            furthest = as_record(statistic["across_ranks"])["furthest"]
-            if statistic["metric"] != metric or furthest is None:
-                continue
-            cell = as_record(furthest)
-            low, high = (as_number(as_record(cell[name])["value"]) for name in ("lowest", "highest"))
-            size = max(abs(low), abs(high))
-            name = str(layer["layer"]) or "(root)"
-            if tensor["call_index"]:
-                name = f"{name} call {tensor['call_index']}"
-            signal = str(tensor["signal"])
-            if signal.startswith("parameter"):
-                # A layer has several, and their gradients have several moments.
-                name, signal = f"{name} {tensor['tensor_path']}", f"{signal} {tensor['stage']}".rstrip()
-            # Divided first: the difference may be beyond double precision.
-            found.append((high / size - low / size if size else 0.0, name, signal, cell))
-    return found
-
-
-def _by_spread(row: tuple[float, str, str, Record]) -> tuple[float, str, str]:
-    return (-row[0], row[1], row[2])
+def _names(series: Record) -> tuple[str, str]:
+    """Returns the cells that say which tensor it is."""
+    name, signal = str(series["layer"]) or "(root)", str(series["signal"])
+    if series["call_index"]:
+        name = f"{name} call {series['call_index']}"
+    if signal.startswith("parameter"):
+        # A layer has several, and their gradients have several moments.
+        return f"{name} {series['tensor_path']}", f"{signal} {series['stage']}".rstrip()
+    return name, signal
 
 
 def _forward_cells(cell: Record) -> list[str]:
@@ -168,7 +146,3 @@ def _extreme_cells(cell: Record) -> list[str]:
         one = as_record(cell[name])
         cells += [f"{as_number(one['value']):.4g}", str(one["rank"])]
     return cells
-
-
-def _texts(value: object) -> list[str]:
-    return [str(one) for one in as_list(value)]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torchinstruments.report.texts import shown_text
 
-__all__ = ["forward_label", "label_text", "layer_label", "signal_label", "stretch_labels"]
+__all__ = ["forward_label", "label_text", "layer_label", "signal_label", "stretch_labels", "tensor_text"]
 
 _MAX_LABEL_CHARACTERS = 120
 _USUAL_PATHS = frozenset({"output", "output.0", "input", "input.0"})
@@ -26,6 +26,12 @@ def layer_label(row: Mapping[str, object]) -> str:
     if path not in _USUAL_PATHS:
         name += f" {path}"
     return name if row["scope"] == "local" else f"{name} (part)"
+
+
+def tensor_text(row: Mapping[str, object]) -> str:
+    """Returns the label of a tensor always with its path, as in ``history``; not escaped."""
+    name, path = layer_label(row), str(row["tensor_path"])
+    return name if path in name.split() else f"{name} {path}"
 
 
 def signal_label(row: Mapping[str, object]) -> str:
