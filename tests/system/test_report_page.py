@@ -154,7 +154,7 @@ def test_it_opens_where_ranks_differ(browser: webdriver.Chrome, tmp_path: Path) 
     scale = "const one = document.getElementById('heat').data[0]; return [one.zmin, one.zmax]"
     assert page.execute_script(scale) == [-0.5, 0.5]
     said = page.find_element(By.ID, "heat-caption").text
-    assert "Colours end at 0.5, never below 0.5 and never above 1; the largest distance is 0.0909" in said
+    assert "Colours end at 0.5 (never below 0.5 or above 1); the largest distance is 0.0909" in said
 
     Select(page.find_element(By.ID, "choice")).select_by_visible_text("output, eval")
     assert "measured by rank 0 alone" in caption(page)

@@ -245,7 +245,7 @@ function interactive(overview) {
     heat.chosen = (place, group) => ({ column: rows[place].column, rank: holders[place][group] });
     byId("heat-caption").textContent = rows.length === 0 ? "No layer of that name has a value at this forward." :
       `Above 0 a value is larger than the median over ranks, which is always one that a rank has` +
-      (mostRanks < 3 ? " (of two, the lower one)" : "") + `. Colours end at ${number(limit)}, never below ${lowestEnd} and never above ${highestEnd}` +
+      (mostRanks < 3 ? " (of two, the lower one)" : "") + `. Colours end at ${number(limit)} (never below ${lowestEnd} or above ${highestEnd})` +
       (known ? `; the largest distance is ${number(largest)}` : "") + ". Grey: no value" +
       (state.unit === "mads" ? ", or no median deviation because half of the ranks hold the same" : "") +
       (known === 0 ? ". No cell has a distance in this unit; choose the other one" : "") +
@@ -295,9 +295,11 @@ function interactive(overview) {
       const isChosen = state.rank === rank;
       if (!always.has(rank) && !isChosen) continue;
       if (!always.has(rank)) isPartial = true;
-      const color = palette[Math.max(0, names.line_ranks.indexOf(rank)) % palette.length];
+      const own = Math.max(0, names.line_ranks.indexOf(rank));
+      // There are more ranks than colours that an eye tells apart.
+      const color = palette[own % palette.length], dash = own < palette.length ? "solid" : "dash";
       traces.push({ ...line, mode: always.has(rank) ? "lines+markers" : "markers", name: "rank " + rank,
-        opacity: state.rank === null || isChosen ? 1 : 0.25, line: { width: isChosen ? 3 : 1.5, color },
+        opacity: state.rank === null || isChosen ? 1 : 0.25, line: { width: isChosen ? 3 : 1.5, color, dash },
         marker: { size: isChosen ? 7 : 4, color }, hovertemplate: hover("rank " + rank + ":") });
     }
     if (rows.some((row) => !Number.isNaN(columns.median_of_ranks[row]))) {
