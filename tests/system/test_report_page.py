@@ -94,12 +94,15 @@ def test_two_ranks_by_clicking(browser: webdriver.Chrome, tmp_path: Path) -> Non
     assert heat(page)["layers"] == [f"layers.{one:03d}" for one in range(12)]
     assert heat(page)["ranks"] == ["0", "1"]
     assert series_names(page) == ["lowest to highest rank", "rank 0", "rank 1", "median_of_ranks"]
-    assert "layers.000, output, std" in caption(page)
+    assert ", std, measured by ranks 0-1" in caption(page)
+    Select(page.find_element(By.ID, "choice")).select_by_visible_text("output")
+    forward = page.find_element(By.ID, "forward")
+    forward.send_keys(Keys.END)
 
     before = heat(page)["z"]
     Select(page.find_element(By.ID, "choice")).select_by_visible_text("output_gradient")
     Select(page.find_element(By.ID, "metric")).select_by_visible_text("max")
-    assert "layers.000, output_gradient, max" in caption(page)
+    assert ", output_gradient, max" in caption(page)
     assert heat(page)["z"] != before
     Select(page.find_element(By.ID, "column")).select_by_visible_text("layers.007")
     assert "layers.007, output_gradient, max" in caption(page)
@@ -117,7 +120,7 @@ def test_two_ranks_by_clicking(browser: webdriver.Chrome, tmp_path: Path) -> Non
 
     assert page.find_element(By.ID, "forward-label").text == "attempt 7"
     before = heat(page)["z"]
-    page.find_element(By.ID, "forward").send_keys(Keys.ARROW_LEFT)
+    forward.send_keys(Keys.ARROW_LEFT)
     assert page.find_element(By.ID, "forward-label").text == "attempt 6"
     assert heat(page)["z"] != before
     page.find_element(By.ID, "log").click()
@@ -129,6 +132,37 @@ def test_two_ranks_by_clicking(browser: webdriver.Chrome, tmp_path: Path) -> Non
     assert page.execute_script(colour) != light
     text = "return document.getElementById('picture-loss_scale').layout.font.color"
     assert page.execute_script(text) == page.execute_script("return theme.color('text')")
+    assert complaints(page) == []
+
+
+def test_it_opens_where_ranks_differ(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """Not on the last forward, the first layer or what one rank alone has; small distances stay pale."""
+    run = whole_run(tmp_path / "run", 2)
+    for rank in range(2):
+        rows = [
+            {"sample_id": one, "attempt": one, "metric": "std", "layer": layer}
+            | {"mode": "eval" if (rank, one) == (0, 3) else "train"}
+            | {"value": 1.1 if (rank, layer, one) == (1, "body", 1) else 1.0}
+            for one in range(4)
+            for layer in ("a", "body", "head")
+        ]
+        run.history(rank, rows, process_of(rank))
+    merge_run(run.url)
+    page = opened(browser, run)
+    assert page.find_element(By.ID, "forward-label").text == "attempt 1"
+    assert caption(page).startswith("body, output, std, measured by ranks 0-1")
+    scale = "const one = document.getElementById('heat').data[0]; return [one.zmin, one.zmax]"
+    assert page.execute_script(scale) == [-0.5, 0.5]
+    said = page.find_element(By.ID, "heat-caption").text
+    assert "Colours end at 0.5 (never below 0.5 or above 1); the largest distance is 0.0909" in said
+
+    Select(page.find_element(By.ID, "choice")).select_by_visible_text("output, eval")
+    assert "measured by rank 0 alone" in caption(page)
+    assert series_names(page) == ["rank 0"]
+    assert page.execute_script("return document.querySelector('#series .legend').textContent") == "rank 0"
+
+    page.find_elements(By.CSS_SELECTOR, ".rows tbody tr")[0].click()
+    assert caption(page).startswith("body, output, std, measured by ranks 0-1")
     assert complaints(page) == []
 
 

@@ -10,7 +10,7 @@ from torchinstruments.cli.executors import add_executor_arguments, chosen_execut
 from torchinstruments.cli.folders import open_folders, print_runs_beside
 from torchinstruments.cli.widest_table import print_widest
 from torchinstruments.errors import ConfigurationError
-from torchinstruments.report.coverage_lines import coverage_lines, headline
+from torchinstruments.report.coverage_lines import coverage_lines, headline, num_samples
 from torchinstruments.report.document import as_integer, as_record, as_records
 from torchinstruments.report.findings import finding_lines
 
@@ -62,9 +62,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
         sys.stdout.write(encode_document(dict(merged.result)).decode())
     file = sys.stderr if arguments.as_json else sys.stdout
-    num_samples = _print_summary(merged, file)
+    samples = _print_summary(merged, file)
     print_runs_beside(folders, file)
-    return 0 if merged.complete and num_samples else 1
+    return 0 if merged.complete and samples else 1
 
 
 COMMAND = Command(
@@ -89,7 +89,7 @@ def _print_summary(merged: "MergeResult", file: TextIO) -> int:
     run = as_record(merged.result["run"])
     processes = as_records(merged.result["ranks"])
     rows = sum(as_integer(process["rows"]) for process in processes)
-    samples = sum(as_integer(process["samples"]) for process in processes)
+    samples = num_samples(merged.result)
     print(
         f"run {shown_text(str(run['run_id']))}: {headline(samples, is_complete=merged.complete)}", file=file
     )

@@ -47,6 +47,7 @@ def _run(arguments: argparse.Namespace) -> int:
     merged = _merged(arguments, options)
     if arguments.tensorboard is not None:
         return _write_scalars(merged, arguments)
+    from torchinstruments.report.coverage_lines import num_samples
     from torchinstruments.report.page import write_report
 
     written = write_report(merged, arguments.output, storage_options=options)
@@ -62,7 +63,7 @@ def _run(arguments: argparse.Namespace) -> int:
             "missing": list(written.missing),
         },
     )
-    return 0 if written.complete else 1
+    return 0 if written.complete and num_samples(merged.result) else 1
 
 
 COMMAND = Command(
@@ -70,9 +71,10 @@ COMMAND = Command(
     summary="write what a merge found as one HTML page",
     description="Writes merged/report.html: a page that needs no network, with the facts of the merge first, "
     "then pictures in which to choose layer, signal, metric and rank. Reads what the last merge wrote, and "
-    "merges first where there is none. Needs pip install 'torchinstruments[report]'.",
+    "merges first where there is none. Needs pip install plotly jinja2.",
     example="torchinstruments report runs/first",
-    exit_codes="0 complete, 1 done, but something is missing in the merge or in the pictures, 2 could not",
+    exit_codes="0 complete, 1 done, but something is missing in the merge or in the pictures, or there "
+    "is no sample, 2 could not",
     add_arguments=_add_arguments,
     run=_run,
 )

@@ -1,6 +1,6 @@
 """What people read of a merged run: one HTML file, TensorBoard scalars, and pictures from its frames.
 
-Needs ``pip install 'torchinstruments[report]'``, apart from TensorBoard's.
+Needs ``pip install plotly jinja2``, apart from TensorBoard's.
 """
 
 import importlib

@@ -3,16 +3,28 @@
 from torchinstruments.report.document import Record, as_integer, as_list, as_record, as_records
 from torchinstruments.report.texts import count_text
 
-__all__ = ["coverage_lines", "headline"]
+__all__ = ["coverage_lines", "headline", "not_compared_text", "num_samples"]
 
 _MAX_NAMED_FILES = 10
 
+_NOT_COMPARED_TEXTS = {
+    "shard_without_replica_key": "of parts of sharded tensors, for nothing says which ranks hold the same",
+    "scope_not_known": "of tensors that may be whole or a part",
+    "two_processes": "of forwards that two processes of a rank have",
+    "repeated": "that a later row of the same forward replaced",
+}
 
-def headline(num_samples: int, *, is_complete: bool) -> str:
+
+def num_samples(result: Record) -> int:
+    """Returns how many samples the processes of all ranks took, from ``result.json``."""
+    return sum(as_integer(one["samples"]) for one in as_records(result["ranks"]))
+
+
+def headline(samples: int, *, is_complete: bool) -> str:
     """Returns whether all that was expected was there."""
     if is_complete:
-        return "complete" if num_samples else "complete, but no sample was taken"
-    return "NOT COMPLETE" if num_samples else "NOT COMPLETE, and no sample was found"
+        return "complete" if samples else "complete, but no sample was taken"
+    return "NOT COMPLETE" if samples else "NOT COMPLETE, and no sample was found"
 
 
 def coverage_lines(coverage: Record) -> list[tuple[str, str]]:
@@ -47,6 +59,22 @@ def coverage_lines(coverage: Record) -> list[tuple[str, str]]:
         lines.append(("in spool", f"{count_text(as_integer(rows), 'row')} still on host {host}"))
     lines += _alignment_lines(as_record(coverage["alignment"]))
     return lines
+
+
+def not_compared_text(comparison: Record) -> str:
+    """Says in one sentence which rows no other rank was held against; empty where there are none."""
+    reasons = as_record(comparison["rows_not_compared"])
+    parts = [
+        f"{as_integer(number):,} {_NOT_COMPARED_TEXTS[reason]}"
+        for reason, number in reasons.items()
+        if number
+    ]
+    if not parts:
+        return ""
+    number = sum(as_integer(one) for one in reasons.values())
+    all_rows = count_text(as_integer(comparison["rows"]), "row")
+    why = "; ".join(parts)
+    return f"{number:,} of {all_rows} were not compared between ranks and are in no picture: {why}."
 
 
 def _file_lines(coverage: Record) -> list[tuple[str, str]]:

@@ -22,8 +22,7 @@ def require_report_extra() -> None:
         import plotly  # noqa: F401 - the same
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"a report needs the package {error.name}, which is not installed; "
-            f"run pip install 'torchinstruments[report]'"
+            f"a report needs the package {error.name}, which is not installed; run pip install plotly jinja2"
         ) from None
 
 

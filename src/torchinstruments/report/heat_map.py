@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
     import polars as pl
 
-__all__ = ["rank_layer_heat_map"]
+__all__ = ["MADS_ENDS", "SHARE_ENDS", "rank_layer_heat_map"]
 
-MAX_MADS = 10.0
-"""Colours end at so many median deviations."""
+MADS_ENDS = (5.0, 10.0)
+"""Colours end at the largest distance in median deviations, but never below the first or above the second."""
+
+SHARE_ENDS = (0.5, 1.0)
+"""The same of shares."""
 
 
 def rank_layer_heat_map(
@@ -68,7 +71,8 @@ def rank_layer_heat_map(
         where = one["row"], number[one["ranks"]]
         shown[where], unit = _distance(one)
         texts[where] = f"{one['values']:.6g}, {shown[where]:.3g} {unit}"
-    limit = float(np.nanmax(np.abs(shown), initial=0.0)) or 1.0
+    lowest_end, highest_end = MADS_ENDS if (own["mad_of_ranks"] > 0).any() else SHARE_ENDS
+    limit = min(max(float(np.nanmax(np.abs(shown), initial=0.0)), lowest_end), highest_end)
     figure = go.Figure(
         go.Heatmap(
             z=shown,
@@ -78,8 +82,8 @@ def rank_layer_heat_map(
             hovertemplate="%{y}<br>rank %{x}<br>%{customdata}<extra></extra>",
             colorscale="RdBu_r",
             zmid=0.0,
-            zmin=-min(limit, MAX_MADS),
-            zmax=min(limit, MAX_MADS),
+            zmin=-limit,
+            zmax=limit,
         )
     )
     figure.update_xaxes(title="rank", type="category")

@@ -11,12 +11,15 @@ from torchinstruments.merge.overview import OVERVIEW_FILE, OVERVIEW_KEY
 from torchinstruments.merge.rank_sets import parse_ranks, ranks_text
 from torchinstruments.merge.reopened import merged_table, shaped_like_a_merge
 from torchinstruments.merge.timeline import TIMELINE_FILE
-from torchinstruments.report.coverage_lines import coverage_lines, headline
+from torchinstruments.report.coverage_lines import coverage_lines, headline, not_compared_text, num_samples
 from torchinstruments.report.document import Record, as_integer, as_list, as_record, as_records
 from torchinstruments.report.extra import plotly_script, require_report_extra
+from torchinstruments.report.fact_tables import furthest_table, spread_table
 from torchinstruments.report.findings import finding_lines
-from torchinstruments.report.labels import label_text, layer_label, signal_label
+from torchinstruments.report.heat_map import MADS_ENDS, SHARE_ENDS
+from torchinstruments.report.opening import opening_row, row_choice
 from torchinstruments.report.packing import embedded, embedded_json, pack_overview
+from torchinstruments.report.spreads import spread_metrics
 from torchinstruments.report.texts import count_text, shown_text
 from torchinstruments.report.timeline_plots import coverage_map, loss_scale_lines, skipped_steps_map
 from torchinstruments.report.work_plot import own_work_plot
@@ -125,13 +128,12 @@ def _table(merged: "MergeResult", name: str) -> _Table | None:
 def _texts(merged: "MergeResult", notes: Mapping[str, str]) -> dict[str, object]:
     result = merged.result
     run = as_record(result["run"])
-    num_samples = sum(as_integer(one["samples"]) for one in as_records(result["ranks"]))
     coverage = as_record(result["coverage"])
     lines = [*finding_lines(result), *coverage_lines(coverage)]
     lines += [_generation_line(one) for one in as_records(result["generations"])]
     return {
         "run_id": shown_text(str(run["run_id"])),
-        "headline": headline(num_samples, is_complete=merged.complete),
+        "headline": headline(num_samples(result), is_complete=merged.complete),
         "facts": [(name, shown_text(text)) for name, text in lines],
         "run_facts": _run_facts(merged, run),
         "never_fired": _never_fired(coverage),
@@ -151,22 +153,33 @@ def _rendered(
     import jinja2
     from markupsafe import Markup
 
-    widest, of_widest = _widest(result)
+    names_generation = overview is not None and overview["generation"].n_unique() > 1
+    furthest = furthest_table(result, names_generation=names_generation)
+    apart = spread_table(result, names_generation=names_generation)
     ranks = _integers(as_record(result["run"])["merged_ranks"])
     packed: dict[str, object] | None = None
     numbers = b""
     if overview is not None and overview.height:
         found = pack_overview(overview, [str(one["layer"]) for one in as_records(result["layers"])])
         shown = str(told.get("ranks_of_every_forward", ranks_text(ranks)))
-        lines = {"group_ranks": told.get("group_ranks", 1), "line_ranks": sorted(parse_ranks(shown))}
-        packed, numbers = found.names | lines, found.numbers
-    names = {**names, "overview": packed, "ranks": ranks, "widest": of_widest}
+        opening = opening_row(result, overview)
+        settings = {
+            "group_ranks": told.get("group_ranks", 1),
+            "line_ranks": sorted(parse_ranks(shown)),
+            "colour_ends": {"mads": MADS_ENDS, "share": SHARE_ENDS},
+            "opening": None if opening is None else row_choice(opening, names_generation=names_generation),
+        }
+        packed, numbers = found.names | settings, found.numbers
+    names = {**names, "overview": packed, "ranks": ranks, "rows": [*apart.choices, *furthest.choices]}
     assets = files("torchinstruments.report").joinpath("assets")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(assets.joinpath("page.html.j2").read_text("utf-8"))
     return template.render(
         **texts,
-        widest=widest,
+        furthest=furthest.cells,
+        apart=apart.cells,
+        spread_metrics=shown_text(" or ".join(spread_metrics(result))),
+        not_compared=not_compared_text(as_record(result["comparison"])),
         chosen=_chosen_text(told, len(ranks)),
         has_overview=packed is not None,
         # Files of this package, in which nothing comes from a run.
@@ -281,31 +294,3 @@ def _never_fired(coverage: Record) -> list[str]:
     if len(found) > _MAX_NAMES:
         lines.append(f"{len(found) - _MAX_NAMES:,} more, in result.json")
     return [shown_text(line) for line in lines]
-
-
-def _widest(result: Mapping[str, object]) -> tuple[list[list[str]], list[dict[str, object]]]:
-    """Returns the cells of the table of widest series, and what a click on a row chooses."""
-    rows: list[list[str]] = []
-    chosen: list[dict[str, object]] = []
-    for one in as_records(as_record(result["comparison"])["widest"]):
-        mads = one["mads"]
-        texts = [
-            layer_label(one),
-            f"{one['signal']} {one['stage']}".rstrip(),
-            str(one["metric"]),
-            str(one["rank"]),
-            f"{one['value']:.6g}",
-            f"{one['median_of_ranks']:.6g}",
-            str(one["unavailable_reason"]) if mads is None else f"{mads:.3g}",
-            f"{one['attempt'] if one['attempt'] is not None else one['forward_index']}",
-        ]
-        rows.append([shown_text(text, 200) for text in texts])
-        chosen.append(
-            {
-                "column": label_text(layer_label(one)),
-                "choice": label_text(signal_label(one)),
-                "metric": label_text(str(one["metric"])),
-                "rank": one["rank"],
-            }
-        )
-    return rows, chosen

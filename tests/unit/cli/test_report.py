@@ -10,6 +10,7 @@ import pytest
 from merge.run_folder import RunFolder, process_of, whole_run
 from torchinstruments.cli.main import main
 from torchinstruments.merge import merge_run
+from torchinstruments.records import Member
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +44,18 @@ def test_what_is_not_complete_exits_with_one(run: RunFolder, capsys: pytest.Capt
     assert main(["report", run.url]) == 1
     assert "NOT COMPLETE" in capsys.readouterr().out
     assert (run.root / "merged" / "report.html").exists()
+
+
+def test_a_run_without_samples_exits_as_its_merge_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is missing, but there is nothing either: 1 of both commands."""
+    run = RunFolder(tmp_path / "run").run()
+    run.generation(0, [Member(0, process_of(0), "host-a", 0, observing=True)])
+    run.manifest(0, process_of(0))
+    assert main(["merge", run.url]) == 1
+    assert "complete, but no sample was taken" in capsys.readouterr().out
+    assert main(["report", run.url]) == 1
 
 
 def test_json_goes_to_standard_output_alone(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +119,7 @@ def test_without_plotly_the_way_out_is_named(
 
     monkeypatch.setattr(builtins, "__import__", without_plotly)
     assert main(["report", run.url]) == 2
-    assert "run pip install 'torchinstruments[report]'" in capsys.readouterr().err
+    assert "run pip install plotly jinja2" in capsys.readouterr().err
     assert not (run.root / "merged").exists()
 
 

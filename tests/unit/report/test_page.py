@@ -137,6 +137,47 @@ def test_the_facts_come_first_and_name_what_is_missing(tmp_path: Path) -> None:
         assert line in facts, line
 
 
+def test_two_ranks_have_a_table_of_what_is_apart(tmp_path: Path) -> None:
+    """At most ten tensors with their path, as text; both ranks are named."""
+    run = whole_run(tmp_path / "run", 2)
+    for rank in range(2):
+        rows = [
+            {"sample_id": 0, "metric": "std", "layer": f"fc{layer:02d}", "tensor_path": "output['<b>']"}
+            | {"value": 4.0 - rank * layer / 4}
+            for layer in range(12)
+        ]
+        run.history(rank, rows, process_of(rank))
+    merge_run(run.url)
+    found = written(run)
+    facts = " ".join(found.text.split()).partition("Values of ranks")[0]
+    _, _, table = facts.partition("Widest between ranks: std of each layer's signal")
+    assert "fc11 output output['<b>'] std 1.25 1 4 0 68.8% attempt 0" in table
+    assert "fc02" in table
+    assert "fc01" not in table
+    assert not [tag for tag, _ in found.tags if tag == "b"]
+    assert json.loads(unpacked(found.scripts["names"]))["overview"]["opening"]["column"].startswith("fc11 ")
+
+
+def test_what_was_not_compared_is_said(tmp_path: Path) -> None:
+    """How many rows and why, though there is no picture at all; nothing where all could be."""
+    run = whole_run(tmp_path / "run", 2)
+    for rank in range(2):
+        rows = [
+            {"sample_id": one, "attempt": one, "value": 1.0, "scope": "unknown" if one else "local_shard"}
+            for one in range(4)
+        ]
+        run.history(rank, rows, process_of(rank))
+    merge_run(run.url)
+    sentence = (
+        "8 of 8 rows were not compared between ranks and are in no picture: 2 of parts of sharded "
+        "tensors, for nothing says which ranks hold the same; 6 of tensors that may be whole or a part."
+    )
+    assert sentence in " ".join(written(run).text.split())
+    whole = SyntheticRun(RunFolder(tmp_path / "whole", world_size=2), 1, 1).write()
+    merge_run(whole.folder.url)
+    assert "were not compared" not in written(whole.folder).text
+
+
 def test_the_numbers_in_the_page_are_those_of_the_table(tmp_path: Path) -> None:
     """Unpacked as a browser does it, each rank's value is the one that was written."""
     run = SyntheticRun(RunFolder(tmp_path / "run", world_size=3), 5, 2).write()

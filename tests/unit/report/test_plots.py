@@ -88,6 +88,16 @@ def test_of_two_ranks_distances_are_shares(merged: "MergeResult") -> None:
     assert (np.abs(shown) <= 2).all()
 
 
+def test_small_distances_look_small(tmp_path: Path) -> None:
+    """Colours do not end at the largest distance where all are small."""
+    folder = whole_run(tmp_path / "run", 2)
+    for rank in range(2):
+        folder.history(rank, [{"sample_id": 0, "metric": "std", "value": 1.0 + rank / 100}], process_of(rank))
+    (trace,) = traces(rank_layer_heat_map(merge_run(folder.url).overview()))
+    assert np.abs(numbers(trace["z"])).max() < 0.01
+    assert (trace["zmin"], trace["zmax"]) == (-0.5, 0.5)
+
+
 def test_a_series_has_a_line_a_rank_and_a_band(run: SyntheticRun, merged: "MergeResult") -> None:
     """Each line is a rank's values, the band goes from the lowest to the highest, and there is no mean."""
     found = {

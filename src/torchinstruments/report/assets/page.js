@@ -74,6 +74,15 @@ function shortened(text) {
   return short.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 }
 
+function ranksText(ranks) {
+  const parts = [];
+  for (const rank of ranks) {
+    const last = parts.at(-1);
+    if (last && last[1] === rank - 1) last[1] = rank; else parts.push([rank, rank]);
+  }
+  return parts.map(([first, last]) => (first === last ? String(first) : first + "-" + last)).join(",");
+}
+
 function figures(all) {
   for (const [key, figure] of Object.entries(all)) {
     const layout = { ...figure.layout };
@@ -208,7 +217,9 @@ function interactive(overview) {
       }
     });
     const largest = z.flat().reduce((most, one) => Math.max(most, one === null ? 0 : Math.abs(one)), 0);
-    const limit = Math.min(largest || 1, state.unit === "mads" ? 10 : 1);
+    // The lowest end keeps the largest of small distances pale.
+    const [lowestEnd, highestEnd] = names.colour_ends[state.unit];
+    const limit = Math.min(Math.max(largest, lowestEnd), highestEnd);
     const known = z.flat().filter((one) => one !== null).length;
     const trace = {
       type: "heatmap", z, customdata: texts, x: [...groups.values()],
@@ -234,11 +245,17 @@ function interactive(overview) {
     heat.chosen = (place, group) => ({ column: rows[place].column, rank: holders[place][group] });
     byId("heat-caption").textContent = rows.length === 0 ? "No layer of that name has a value at this forward." :
       `Above 0 a value is larger than the median over ranks, which is always one that a rank has` +
-      (mostRanks < 3 ? " (of two, the lower one)" : "") + `. Colours end at ${number(limit)}` +
-      (largest > limit ? `, the largest distance is ${number(largest)}` : "") + ". Grey: no value" +
+      (mostRanks < 3 ? " (of two, the lower one)" : "") + `. Colours end at ${number(limit)} (never below ${lowestEnd} or above ${highestEnd})` +
+      (known ? `; the largest distance is ${number(largest)}` : "") + ". Grey: no value" +
       (state.unit === "mads" ? ", or no median deviation because half of the ranks hold the same" : "") +
       (known === 0 ? ". No cell has a distance in this unit; choose the other one" : "") +
       ". A click on a cell shows its series below.";
+  }
+
+  function measuredBy(num, ranks) {
+    if (ranks.length === 1) return `measured by rank ${ranks[0]} alone`;
+    if (ranks.length === num) return `measured by ranks ${ranksText(ranks)}`;
+    return `measured by up to ${num} ranks at a forward; the lines are of ranks ${ranksText(ranks.filter((one) => names.line_ranks.includes(one)))}`;
   }
 
   function series() {
@@ -278,9 +295,11 @@ function interactive(overview) {
       const isChosen = state.rank === rank;
       if (!always.has(rank) && !isChosen) continue;
       if (!always.has(rank)) isPartial = true;
-      const color = palette[Math.max(0, names.line_ranks.indexOf(rank)) % palette.length];
+      const own = Math.max(0, names.line_ranks.indexOf(rank));
+      // There are more ranks than colours that an eye tells apart.
+      const color = palette[own % palette.length], dash = own < palette.length ? "solid" : "dash";
       traces.push({ ...line, mode: always.has(rank) ? "lines+markers" : "markers", name: "rank " + rank,
-        opacity: state.rank === null || isChosen ? 1 : 0.25, line: { width: isChosen ? 3 : 1.5, color },
+        opacity: state.rank === null || isChosen ? 1 : 0.25, line: { width: isChosen ? 3 : 1.5, color, dash },
         marker: { size: isChosen ? 7 : 4, color }, hovertemplate: hover("rank " + rank + ":") });
     }
     if (rows.some((row) => !Number.isNaN(columns.median_of_ranks[row]))) {
@@ -291,7 +310,7 @@ function interactive(overview) {
     const ticks = rows.map((_, place) => place).filter((place) => place % every === 0);
     const unit = rows.length && forwards[columns.forward[rows[0]]].attempt === null ? "forward of the process" : "attempt";
     const layout = layoutWith({
-      height: 420, hovermode: "closest", legend: { orientation: "h", y: 1.02, yanchor: "bottom" },
+      height: 420, hovermode: "closest", showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom" },
       xaxis: isNumeric ? { title: { text: unit } } : { title: { text: "attempt of the pictured forwards, in order; g is the generation" }, tickmode: "array",
         tickvals: ticks.map((place) => x[place]), ticktext: ticks.map((place) => shortLabel(forwards[columns.forward[rows[place]]])) },
       yaxis: { title: { text: names.metrics[state.metric] }, type: state.log ? "log" : "linear", exponentformat: "e" },
@@ -301,7 +320,7 @@ function interactive(overview) {
     const without = rows.reduce((most, row) => Math.max(most, columns.num_ranks_without_value[row]), 0);
     byId("series-caption").textContent = rows.length === 0 ? "There is no such series." :
       `${plainText(names.columns[state.column])}, ${plainText(names.choices[state.choice])}, ${plainText(names.metrics[state.metric])}, ` +
-      `measured by ${num} ${num === 1 ? "rank" : "ranks"}` + (without ? `; at a forward ${without} had no value` : "") + ". " +
+      measuredBy(num, [...lines.keys()].sort((one, other) => one - other)) + (without ? `; at a forward ${without} had no value` : "") + ". " +
       (state.log ? "What is not above 0 cannot be shown on a logarithmic axis. " : "") +
       (state.rank !== null && !lines.has(state.rank) ? `Rank ${state.rank} is among the band, and was nowhere the furthest of its group. ` : "") +
       (isPartial ? (names.group_ranks > 1 ? `Rank ${state.rank} has a point where it was the furthest of its group. `
@@ -331,6 +350,24 @@ function interactive(overview) {
   state.forward = Number(controls.forward.value);
   const usual = names.metrics.indexOf("std");
   state.metric = usual >= 0 ? usual : 0;
+
+  function choose({ choice, metric, column, forward }) {
+    const places = [names.choices.indexOf(choice), names.metrics.indexOf(metric), names.columns.indexOf(column)];
+    if (places.some((one) => one < 0)) return false;
+    [state.choice, state.metric, state.column] = places;
+    controls.choice.value = state.choice;
+    const place = detailed.findIndex((one) => names.forwards[one].label === forward);
+    if (place >= 0) { state.forward = place; controls.forward.value = place; }
+    return true;
+  }
+
+  if (names.opening && choose(names.opening)) {
+    const opened = overview.rowsOf(state.choice, state.metric, state.column)
+      .find((row) => columns.forward[row] === detailed[state.forward]);
+    // Where half of the ranks hold the same, the one that is apart has no distance in median deviations.
+    if (opened !== undefined && !(columns.mad_of_ranks[opened] > 0)) state.unit = "share";
+    controls.unit.value = state.unit;
+  }
   draw();
   if (!isAlone) byId("heat").on("plotly_click", (event) => {
     const [place, group] = event.points[0].pointIndex;
@@ -339,12 +376,10 @@ function interactive(overview) {
     if (rank !== null) { state.rank = rank; controls.rank.value = rank; }
     draw();
   });
-  return { draw, select({ choice, metric, column, rank }) {
+  return { draw, select(row) {
+    if (!choose(row)) return;
     state.search = ""; controls.search.value = "";
-    const places = [names.choices.indexOf(choice), names.metrics.indexOf(metric), names.columns.indexOf(column)];
-    if (places.some((one) => one < 0)) return;
-    [state.choice, state.metric, state.column] = places;
-    state.rank = rank; controls.choice.value = state.choice; controls.rank.value = rank;
+    state.rank = row.rank; controls.rank.value = row.rank ?? "";
     draw();
     byId("series").scrollIntoView({ behavior: "smooth", block: "center" });
   } };
@@ -369,8 +404,8 @@ async function main() {
     figures(found.figures);
     shown?.draw();
   });
-  for (const row of document.querySelectorAll(".widest tbody tr")) {
-    const open = () => shown?.select(found.widest[Number(row.dataset.place)]);
+  for (const row of document.querySelectorAll(".rows tbody tr")) {
+    const open = () => shown?.select(found.rows[Number(row.dataset.place)]);
     row.addEventListener("click", open);
     row.addEventListener("keydown", (event) => { if (event.key === "Enter") open(); });
   }
