@@ -77,7 +77,11 @@ def print_widest(result: Record, file: TextIO) -> None:
 
 def _formula(metrics: list[str]) -> str:
     text = "spread = (highest - lowest) / larger magnitude of the two"
-    return f"{text}, of a mean / the tensor's largest std where that is larger" if _STD in metrics else text
+    return (
+        f"{text}, of a mean / the tensor's largest std where that is larger"
+        if metrics == list(_METRICS)
+        else text
+    )
 
 
 def _compared(tensor: Record, metrics: list[str]) -> dict[str, Record]:
