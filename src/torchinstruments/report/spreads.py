@@ -59,7 +59,7 @@ class Spreads:
     def formula(self) -> str:
         """How a spread is computed."""
         text = "spread = (highest - lowest) / larger magnitude of the two"
-        if _STD not in self.metrics:
+        if self.metrics != list(_METRICS):
             return text
         return f"{text}, of a mean / the tensor's largest std where that is larger"
 
