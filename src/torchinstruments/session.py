@@ -5,6 +5,7 @@ configured wrongly raises there on all ranks alike. Else it waits: the first roo
 process is, and a thread enrols while samples queue. From then on nothing here raises.
 """
 
+import sys
 import threading
 import time
 import weakref
@@ -111,6 +112,7 @@ class RunSession:
         self._is_enrolled = False
         self._end_lock = threading.RLock()  # garbage collection may abandon a session while this is held
         self._attached_s = time.monotonic()
+        self._attached_amid = id(sys.exception())
         tell_at_exit(self)
 
     @property
@@ -271,6 +273,7 @@ class RunSession:
     def _close(self, timeout_s: float | None) -> bool:
         """Does what `close` does the first time."""
         self._running.stop_schedule()
+        self._tell_exception()
         wait_s = CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
         self._say_if_empty()
         self.begin()
@@ -322,18 +325,28 @@ class RunSession:
             pause(1)
         if self._enrolling is not None:
             self._enrolling.join(timeout_s)
-        self.put_error(
-            ErrorRecord(
-                "process",
-                "",
-                "SIGTERM",
-                "the process was asked to end by SIGTERM, and everything up to then is here",
-                datetime.now(UTC).isoformat(timespec="milliseconds"),
-            )
+        self._tell_end(
+            "SIGTERM", "the process was asked to end by SIGTERM, and everything up to then is here"
         )
         self.tell_open_attempt()
         self._delivery.flush(max(end_s - time.monotonic(), 0.0))
         self._delivery.close(max(end_s - time.monotonic(), 0.0), complete=False)
+
+    def _tell_exception(self) -> None:
+        """Tells that an exception ends the run, by its type: its message may hold what is nobody's business.
+
+        One amid which the run began is none that ends it; nor is the end that a program asks for.
+        """
+        error = sys.exception()
+        is_an_end = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
+        if error is not None and not is_an_end and id(error) != self._attached_amid:
+            self._tell_end(
+                type(error).__name__, "the run was closed while an exception of this type was raised"
+            )
+
+    def _tell_end(self, kind: str, message: str) -> None:
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self.put_error(ErrorRecord("process", "", kind, message, at))
 
     def _say_if_empty(self) -> None:
         counted = self._running.source()

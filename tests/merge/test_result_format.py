@@ -49,8 +49,11 @@ def result(tmp_path: Path) -> dict[str, Any]:
         run.history(rank, rows, process)
     run.write("rank-000/history.parts/part-0000000a-000001.parquet", b"")
     error = ErrorRecord("reducer", "fc", "ValueError", "no", START.isoformat())
+    ended = ErrorRecord("process", "", "SIGTERM", "asked to end", START.isoformat())
     lost = {"history": TableState(next_part=4)}
-    run.manifest(0, process_of(0), errors=(error,), counters=Counters(errors={"reducer": 1}), tables=lost)
+    run.manifest(
+        0, process_of(0), errors=(error, ended), counters=Counters(errors={"reducer": 1}), tables=lost
+    )
     run.manifest(1, "000000f1")
     missing = {"check": "change", "reason": "no_hook_fired: flat", "names": ["fc.weight"]}
     seen = [Finding("frozen", "frozen_param_changed", Severity.CRITICAL, Action.COLLECT, "changed").to_dict()]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchinstruments import AlwaysSampler, Observer, inject_observer, open_run, remove_observer
+from torchinstruments import AlwaysSampler, Observer, inject_observer, merge_run, open_run, remove_observer
 from torchinstruments.records import ModuleRecord, RunRecord, Sample
 from torchinstruments.sinks.delivery import THREAD_NAME
 
@@ -118,6 +118,47 @@ def test_a_run_without_one_value_says_so_at_its_close(tmp_path: Path) -> None:
     train(model, 2)
     remove_observer(model)
     assert open_run(str(tmp_path / "memory")).history().collect()["value"].null_count() == 0
+
+
+@pytest.mark.parametrize(
+    ("raised", "kinds"),
+    [
+        (ZeroDivisionError("password"), ["ZeroDivisionError"]),
+        (SystemExit(3), ["SystemExit"]),
+        (SystemExit(0), []),
+    ],
+)
+def test_an_exception_that_ends_the_program_is_told_by_its_type(
+    tmp_path: Path, raised: BaseException, kinds: list[str]
+) -> None:
+    """As a loop with try and finally leaves it; the merge names the rank, and no message is kept."""
+    model = nn.Linear(4, 2)
+    with pytest.raises(type(raised)):  # noqa: PT012 - what is raised is raised in the middle
+        attach(model, tmp_path / "run")
+        try:
+            train(model)
+            raise raised
+        finally:
+            remove_observer(model)
+    errors = manifest(tmp_path / "run")["errors"]
+    assert [(one["probe"], one["type"]) for one in errors] == [("process", kind) for kind in kinds]
+    assert "password" not in json.dumps(errors)
+    merged = merge_run(str(tmp_path / "run"))
+    assert merged.complete
+    assert [(one.kind, one.ranks) for one in merged.coverage.ended_by] == [(kind, "0") for kind in kinds]
+    assert all(f"ended by {kind} on 0" in repr(merged) for kind in kinds)
+
+
+def test_an_exception_amid_which_the_run_began_does_not_end_it(tmp_path: Path) -> None:
+    """A program that trains while it handles one, as after a first try that failed."""
+    model = nn.Linear(4, 2)
+    try:
+        (tmp_path / "missing").read_bytes()
+    except OSError:
+        attach(model, tmp_path / "run")
+        train(model)
+        remove_observer(model)
+    assert manifest(tmp_path / "run")["errors"] == []
 
 
 def test_a_sink_may_end_the_run(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ __all__ = [
     "CheckFinding",
     "Coverage",
     "Divergence",
+    "Ending",
     "Extremum",
     "FirstNonfinite",
     "FirstSeen",
@@ -63,6 +64,21 @@ class Alignment:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """What ended processes before their time.
+
+    Attributes:
+        kind: Class name of an exception, or ``SIGTERM``.
+        ranks: Set of the ranks that ended so, as text, ``0-7,12``.
+        num_ranks: How many they are.
+    """
+
+    kind: str
+    ranks: str
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Coverage:
     """What was expected, and what was there.
 
@@ -73,6 +89,7 @@ class Coverage:
         missing_ranks: Ranks that did not.
         interrupted_ranks: Ranks with a process that ended without a close.
         running_ranks: Ranks with a process that writes still.
+        ended_by: Exceptions and signals that ended processes, those of the fewest ranks first.
         quarantined: Files that were set aside.
         rows_dropped: Rows that the ranks gave up.
         alignment: Whether they measured the same forwards.
@@ -84,6 +101,7 @@ class Coverage:
     missing_ranks: tuple[int, ...]
     interrupted_ranks: tuple[int, ...]
     running_ranks: tuple[int, ...]
+    ended_by: tuple[Ending, ...]
     quarantined: tuple[SetAsideFile, ...]
     rows_dropped: int
     alignment: Alignment

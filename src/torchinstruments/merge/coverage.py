@@ -9,6 +9,7 @@ from torchinstruments.merge.expected import expectations
 from torchinstruments.merge.plan import MergePlan
 from torchinstruments.merge.processes import (
     ProcessView,
+    ended_by,
     overlapping_ranks,
     rows_dropped,
     rows_in_spool,
@@ -107,6 +108,7 @@ class CoverageFold:
             "unverified_ranks": sorted(
                 {view.rank for view in self._views if view.manifest and not view.manifest.verified}
             ),
+            "ended_by": ended_by(self._views),
             "overlapping_ranks": overlapping_ranks(self._views),
             "quarantined": quarantined,
             "foreign_parts": self._num_foreign,

@@ -55,6 +55,8 @@ def _coverage_text(result: Mapping[str, object]) -> str:
         ranks: tuple[int, ...] = getattr(coverage, f"{name}_ranks")
         if ranks:
             text += f", {name}: {ranks_text(ranks)}"
+    if coverage.ended_by:
+        text += f", ended by {', '.join(f'{one.kind} on {one.ranks}' for one in coverage.ended_by[:3])}"
     if coverage.quarantined:
         text += f", files set aside: {len(coverage.quarantined)}"
     if coverage.rows_dropped:

@@ -3,17 +3,21 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torchinstruments.merge.rank_sets import ranks_text
 from torchinstruments.merge.tasks import ProcessRows
 from torchinstruments.store.clocks import seconds_of
 from torchinstruments.store.entries import timestamp_text
 from torchinstruments.store.manifest import Manifest
 
-__all__ = ["ProcessView", "overlapping_ranks", "rows_dropped", "rows_in_spool", "tables_behind"]
+__all__ = ["ProcessView", "ended_by", "overlapping_ranks", "rows_dropped", "rows_in_spool", "tables_behind"]
 
 MAX_SHOWN_ERRORS = 5
 """Errors of a process that are shown; its manifest has more."""
 
 _MAX_NAMED = 20
+
+_ENDED = "process"
+"""The probe of the errors that say what ended a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,17 @@ class ProcessView:
             seen = (self.rows.first_sample_at_us, self.rows.last_sample_at_us)
             times += [time for time in seen if time is not None]
         return (min(times), max(times)) if times else None
+
+
+def ended_by(views: Sequence[ProcessView]) -> list[dict[str, object]]:
+    """Returns what ended processes before their time, by kind, that of the fewest ranks first."""
+    ranks: dict[str, set[int]] = {}
+    for view in views:
+        for error in view.manifest.errors if view.manifest is not None else ():
+            if error.probe == _ENDED:
+                ranks.setdefault(error.type, set()).add(view.rank)
+    ordered = sorted(ranks.items(), key=lambda one: (len(one[1]), min(one[1]), one[0]))
+    return [{"kind": kind, "ranks": ranks_text(own), "num_ranks": len(own)} for kind, own in ordered]
 
 
 def overlapping_ranks(views: Sequence[ProcessView]) -> list[dict[str, object]]:

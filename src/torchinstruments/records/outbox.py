@@ -35,8 +35,8 @@ class ErrorRecord:
     Attributes:
         probe: ``sampler``, ``selector``, ``reducer``, ``forward``, ``gradient``, ``optimizer``,
             ``loss_scale``, ``step``, ``clock``, ``histogram``, ``fingerprint``, ``alignment``, ``tracing``,
-            ``bypassed``, ``scripted_module``, ``compiled``, ``sink``, ``storage``, or ``process`` where that
-            was asked to end by a signal, whose name is the type.
+            ``bypassed``, ``scripted_module``, ``compiled``, ``sink``, ``storage``, or ``process`` where
+            that was asked to end by a signal, whose name is the type, or closed its run amid an exception.
         module: Layer, where there is one.
         type: Class name of the exception.
         message: Its text, at most 500 characters.

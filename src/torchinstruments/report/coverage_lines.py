@@ -6,6 +6,7 @@ from torchinstruments.report.texts import count_text
 __all__ = ["coverage_lines", "headline", "not_compared_text", "num_samples"]
 
 _MAX_NAMED_FILES = 10
+_MAX_NAMED_ENDS = 5
 
 _NOT_COMPARED_TEXTS = {
     "shard_without_replica_key": "of parts of sharded tensors, for nothing says which ranks hold the same",
@@ -37,6 +38,12 @@ def coverage_lines(coverage: Record) -> list[tuple[str, str]]:
         ranks = _integers(coverage[f"{name}_ranks"])
         if ranks:
             lines.append((name, f"{count_text(len(ranks), 'rank')} ({ranks_text(ranks)})"))
+    ends = as_records(coverage["ended_by"])
+    if ends:
+        shown = [f"{one['kind']} on {_ranks_text(str(one['ranks']))}" for one in ends[:_MAX_NAMED_ENDS]]
+        if len(ends) > _MAX_NAMED_ENDS:
+            shown.append(count_text(len(ends) - _MAX_NAMED_ENDS, "further kind"))
+        lines.append(("ended by", ", ".join(shown)))
     if not coverage["expected_ranks_known"]:
         lines.append(("expected", "not known in full: the rank policy does not tell which ranks observe"))
     for overlap in as_records(coverage["overlapping_ranks"]):
@@ -104,6 +111,10 @@ def _alignment_lines(alignment: Record) -> list[tuple[str, str]]:
     samples = count_text(as_integer(alignment["samples"]), "sample")
     by = ", ".join(_texts(alignment["key"]))
     return [("aligned", f"{samples} by {by}; {share:.1%} common to {count_text(num_ranks, 'rank')}")]
+
+
+def _ranks_text(ranks: str) -> str:
+    return f"rank {ranks}" if ranks.isdecimal() else f"ranks {ranks}"
 
 
 def _integers(value: object) -> list[int]:

@@ -18,7 +18,7 @@ from torchinstruments.checks import Action, Finding, Severity
 from torchinstruments.checks.findings import Moment
 from torchinstruments.cli.main import main
 from torchinstruments.merge import engine, merge_run
-from torchinstruments.records import Counters, Member
+from torchinstruments.records import Counters, ErrorRecord, Member
 from torchinstruments.store.manifest import TableState
 
 
@@ -214,6 +214,18 @@ def test_what_is_not_known_says_why(tmp_path: Path, capsys: pytest.CaptureFixtur
         "nonfinite    not known: no statistic of this run tells",
         "late         not known: the run has no steps",
     ]
+
+
+def test_what_ended_processes_is_told_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job that died says so though nothing is missing, the rank that raised before those it took along."""
+    run = whole_run(tmp_path / "run", 4)
+    tables = {name: TableState(next_part=1, rows=4) for name in ("history", "samples")}
+    for rank, kind in enumerate(("SIGTERM", "SIGTERM", "ValueError", "")):
+        ends = (ErrorRecord("process", "", kind, "ended"),) if kind else ()
+        run.manifest(rank, process_of(rank), tables=tables, errors=ends, last_sample_id=3)
+    assert main(["merge", run.url]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "ended by     ValueError on rank 2, SIGTERM on ranks 0-1" in lines
 
 
 def test_one_rank_is_compared_with_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
