@@ -150,7 +150,7 @@ def test_two_ranks_have_a_table_of_what_is_apart(tmp_path: Path) -> None:
     merge_run(run.url)
     found = written(run)
     facts = " ".join(found.text.split()).partition("Values of ranks")[0]
-    _, _, table = facts.partition("Widest between ranks: std of each layer's signal")
+    _, _, table = facts.partition("Widest between ranks: std or mean of each layer's signal")
     assert "fc11 output output['<b>'] std 1.25 1 4 0 68.8% attempt 0" in table
     assert "fc02" in table
     assert "fc01" not in table
