@@ -103,7 +103,10 @@ def test_without_attempts_forwards_are_known_by_their_index(tmp_path: Path) -> N
         row: Row = {"sample_id": 7, "attempt": None, "forward_in_attempt": 7, "forward_index": 7}
         row |= {"layer": "", "value": 1.0, "scope": "local_shard", "mode": "eval" if rank < 2 else "train"}
         run.history(rank, [row | {"replica_key": f"@{rank % 2}/2"}], process_of(rank))
-    first = merge_run(run.url).first_mode_split
+    merged = merge_run(run.url)
+    first = merged.first_mode_split
     assert first is not None
     assert (first.attempt, first.forward_in_attempt, first.forward_index) == (None, None, 7)
     assert [(one.value, one.ranks) for one in first.values] == [("eval", "0-1"), ("train", "2-3")]
+    told = dict(finding_lines(dict(merged.result)))["furthest"]
+    assert told == "not known: no forward was measured on two ranks in the same mode"

@@ -195,6 +195,8 @@ def _furthest_text(comparison: Record) -> str:
     widest = as_list(comparison["widest"])
     if not widest:
         if not as_integer(comparison["cells"]):
+            if comparison["first_in_different_modes"] is not None:
+                return "not known: no forward was measured on two ranks in the same mode"
             return "not known: no forward was measured on two ranks"
         return "none among three ranks or more; of two neither is the furthest"
     one = as_record(widest[0])
