@@ -24,9 +24,9 @@ _COMPRESSION_LEVEL = 1
 _FEW = (
     *("generation", "rank", "process", "forward_in_attempt", "micro_batch", "step_provenance", "call_index"),
     *("stage", "backward_index", "mode", "grad_sync", "scale_provenance", "scope", "execution", "dtype"),
-    *("device", "unavailable_reason"),
+    "device",
 )
-"""Dictionaries of few entries in long runs, of which nothing is left to compress; to try takes its time."""
+"""Dictionaries of few short entries in long runs: nothing is left to compress, and to try takes its time."""
 
 _SKIPPABLE = ("sample_id", "attempt", "forward_index", "timestamp", "started_at")
 
