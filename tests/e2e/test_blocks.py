@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from torchinstruments import AlwaysSampler, EveryNStepsSampler, inject_observer, open_run, remove_observer
 from torchinstruments.statistics.batching import ScalarBatch
+from torchinstruments.statistics.transfer import Transfer
 
 EVERYTHING = ("input", "output", "output_gradient", "parameter", "parameter_gradient")
 
@@ -126,13 +127,13 @@ def test_a_block_in_which_a_parameter_is_not_used_is_applied_without_a_gradient_
 
 @pytest.fixture
 def seals(monkeypatch: pytest.MonkeyPatch) -> list[ScalarBatch]:
-    """The batches that were sealed, each of which is one copy to the host for each device."""
+    """The batches that were sealed: what is measured for one delivery."""
     sealed: list[ScalarBatch] = []
     seal = ScalarBatch.seal
 
-    def counted(self: ScalarBatch) -> None:
+    def counted(self: ScalarBatch, transfer: Transfer | None = None) -> None:
         sealed.append(self)
-        seal(self)
+        seal(self, transfer)
 
     monkeypatch.setattr(ScalarBatch, "seal", counted)
     return sealed
@@ -141,7 +142,7 @@ def seals(monkeypatch: pytest.MonkeyPatch) -> list[ScalarBatch]:
 @pytest.mark.parametrize("kind", ["plain", "fused"])
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 @pytest.mark.parametrize(("signals", "at_step"), [(("output", "output_gradient"), 0), (EVERYTHING, 1)])
-def test_a_sampled_step_copies_once_a_delivery_and_an_unsampled_one_never(
+def test_a_sampled_step_measures_once_a_delivery_and_an_unsampled_one_never(
     tmp_path: Path,
     seals: list[ScalarBatch],
     kind: str,

@@ -361,6 +361,6 @@ def test_local_launch_refuses_a_second_word_on_the_folder(tmp_path: Path) -> Non
 def test_the_demo_prints_one_table_and_the_result(tmp_path: Path) -> None:
     """The demonstration exits with 0, sets both ranks side by side once, and names its result once."""
     done = run(sys.executable, PROJECT / "launch" / "demo.py", tmp_path / "run", cwd=tmp_path)
-    assert len(re.findall(r"lowest +rank +highest +rank", done.stdout)) == 1
+    assert len(re.findall(r"lowest +rank of lowest +highest +rank of highest", done.stdout)) == 1
     (printed,) = (Path(path) for path in re.findall(r"\S+result\.json", done.stdout))
     assert json.loads(printed.read_text())["coverage"]["present_ranks"] == [0, 1]

@@ -16,6 +16,7 @@ HEAD_LIMIT_BYTES = 2**20
 """The longest head of a request that is taken."""
 
 _CHUNK_BYTES = 64 * 1024
+_CLOSE_S = 1.0
 _PASS = Fault("pass")
 
 
@@ -85,6 +86,11 @@ class Connection:
         for writer in (self._up, self._writer):
             if writer is not None:
                 writer.close()
+                with contextlib.suppress(OSError, TimeoutError):
+                    await asyncio.wait_for(writer.wait_closed(), _CLOSE_S)
+                # What the other side does not take any more would keep the connection for ever.
+                writer.transport.abort()
+        await asyncio.sleep(0)
 
     async def _refuse(self, fault: Fault, method: str, *, expects: bool) -> None:
         document = f"<Error><Code>{fault.error}</Code><Message>injected</Message></Error>"
