@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-JOBS := tests/distributed tests/e2e tests/storage
+JOBS := tests/e2e tests/storage
 
 .PHONY: help install demo test test-rooms test-jobs test-system bench soak check docs format clean
 help:
@@ -25,10 +25,10 @@ demo: $(STAMP) ## train a small model on 2 ranks, merge what they wrote, print h
 test: test-rooms test-jobs ## every test that needs no root and no apt
 
 # Two halves, so that "make -j2 -Otarget test" lets one compute while the other waits for processes and stores.
-test-rooms: $(STAMP) ## the half of "test" that looks at rooms by themselves, and at the merge
+test-rooms: $(STAMP) ## the half of "test" that looks at rooms by themselves, on ranks too, and at the merge
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not system" $(JOBS:%=--ignore=%)
 
-test-jobs: $(STAMP) ## the half of "test" that runs ranks, jobs and stores
+test-jobs: $(STAMP) ## the half of "test" that runs whole jobs and stores
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not system" $(JOBS)
 
 # -P keeps the scripts' own folder, where a file is called profile.py, off the import path.
