@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from torchinstruments.merge.cell_widths import widths
 from torchinstruments.merge.combined_parts import CombinedParts, combined_parts
-from torchinstruments.merge.comparison_cells import Cells, differing_texts
+from torchinstruments.merge.comparison_cells import CELL_FIELDS, Cells, differing_texts
 from torchinstruments.merge.comparison_rows import AlignedRows, ComparisonTask, aligned_stretches
 from torchinstruments.merge.mode_splits import ModeSplits, mode_splits
 from torchinstruments.merge.overview_choice import Pictured
@@ -32,19 +32,7 @@ SLICE_CELLS = 4096
 
 COMPARISON_SCHEMA = pa.schema(
     [
-        pa.field("generation", pa.int32(), nullable=False),
-        pa.field("attempt", pa.int64()),
-        pa.field("forward_in_attempt", pa.int32()),
-        pa.field("forward_index", pa.int64()),
-        pa.field("mode", pa.string(), nullable=False),
-        pa.field("layer", pa.string(), nullable=False),
-        pa.field("call_index", pa.int32(), nullable=False),
-        pa.field("signal", pa.string(), nullable=False),
-        pa.field("stage", pa.string(), nullable=False),
-        pa.field("tensor_path", pa.string(), nullable=False),
-        pa.field("backward_index", pa.int32(), nullable=False),
-        pa.field("metric", pa.string(), nullable=False),
-        pa.field("scope", pa.string(), nullable=False),
+        *CELL_FIELDS,
         pa.field("replica_key", pa.string(), nullable=False),
         pa.field("num_ranks", pa.int32(), nullable=False),
         pa.field("num_ranks_without_value", pa.int32(), nullable=False),

@@ -18,7 +18,16 @@ from torchinstruments.records import Scope
 from torchinstruments.store.row_blocks import floats, integers
 from torchinstruments.store.series import SeriesIndex, SeriesKey, TooManySeriesError, texts_of
 
-__all__ = ["NOT_COMPARED", "PROVENANCE", "CellKinds", "Cells", "Provenances", "Variant", "differing_texts"]
+__all__ = [
+    "CELL_FIELDS",
+    "NOT_COMPARED",
+    "PROVENANCE",
+    "CellKinds",
+    "Cells",
+    "Provenances",
+    "Variant",
+    "differing_texts",
+]
 
 PROVENANCE = ("grad_sync", "loss_scale", "scale_provenance", "shape", "dtype", "execution")
 """What may differ between ranks that have a cell, and is said then."""
@@ -32,6 +41,24 @@ _MOMENT_BITS, _VARIANT_BITS, _SERIES_BITS = 18, 18, 27
 
 _Integers = npt.NDArray[np.int64]
 _Places = npt.NDArray[np.int64]
+
+
+CELL_FIELDS = (
+    pa.field("generation", pa.int32(), nullable=False),
+    pa.field("attempt", pa.int64()),
+    pa.field("forward_in_attempt", pa.int32()),
+    pa.field("forward_index", pa.int64()),
+    pa.field("mode", pa.string(), nullable=False),
+    pa.field("layer", pa.string(), nullable=False),
+    pa.field("call_index", pa.int32(), nullable=False),
+    pa.field("signal", pa.string(), nullable=False),
+    pa.field("stage", pa.string(), nullable=False),
+    pa.field("tensor_path", pa.string(), nullable=False),
+    pa.field("backward_index", pa.int32(), nullable=False),
+    pa.field("metric", pa.string(), nullable=False),
+    pa.field("scope", pa.string(), nullable=False),
+)
+"""Columns that say which cell a row of a merged table is of."""
 
 
 @dataclass(frozen=True, slots=True)

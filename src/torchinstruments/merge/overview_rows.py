@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from torchinstruments.merge.comparison_cells import Cells
+from torchinstruments.merge.comparison_cells import CELL_FIELDS, Cells, Variant
 from torchinstruments.merge.comparison_rows import AlignedRows
 from torchinstruments.merge.overview_choice import Pictured
 from torchinstruments.merge.rank_statistics import RankStatistics, rank_statistics
@@ -24,19 +24,7 @@ _SIGNIFICANT_BITS = 24
 
 OVERVIEW_SCHEMA = pa.schema(
     [
-        pa.field("generation", pa.int32(), nullable=False),
-        pa.field("attempt", pa.int64()),
-        pa.field("forward_in_attempt", pa.int32()),
-        pa.field("forward_index", pa.int64()),
-        pa.field("mode", pa.string(), nullable=False),
-        pa.field("layer", pa.string(), nullable=False),
-        pa.field("call_index", pa.int32(), nullable=False),
-        pa.field("signal", pa.string(), nullable=False),
-        pa.field("stage", pa.string(), nullable=False),
-        pa.field("tensor_path", pa.string(), nullable=False),
-        pa.field("backward_index", pa.int32(), nullable=False),
-        pa.field("metric", pa.string(), nullable=False),
-        pa.field("scope", pa.string(), nullable=False),
+        *CELL_FIELDS,
         pa.field("num_ranks", pa.int32(), nullable=False),
         pa.field("num_ranks_without_value", pa.int32(), nullable=False),
         pa.field("lowest_rank", pa.int32(), nullable=False),
@@ -116,8 +104,8 @@ class _Numbers:
             yield groups[start : start + SLICE_ROWS]
 
 
-def _kind(variant: object) -> tuple[str, int, str]:
-    return (variant.mode, variant.backward_index, variant.scope)  # type: ignore[attr-defined]
+def _kind(variant: Variant) -> tuple[str, int, str]:
+    return (variant.mode, variant.backward_index, variant.scope)
 
 
 def _table(
