@@ -63,12 +63,12 @@ def test_a_job_whose_store_turns_it_away_tells_no_credentials(
     program.wait_for("trained")
     fault_proxy.status(403, "ExpiredToken")
     (spool,) = spools.iterdir()
+    end.touch()  # a close asks for an upload at once, and waits for it
     end_s = time.monotonic() + 60.0
     while main(["doctor", url, "--storage-options", json.dumps(options)]) == 0 or (
         "ExpiredToken" not in (spool / LOG).read_text()
     ):
         assert time.monotonic() < end_s
-        end.touch()  # a close asks for an upload at once
         time.sleep(0.1)
     shown = [shown_by(pid) for pid in uploader_pids(spool)]
     assert shown
