@@ -102,10 +102,12 @@ class Synchronisation:
         self._changed = changed
         self._failed = failed
         self._sharded: ShardedSync | None = None
+        self._is_sharded = False
 
     def look_again(self, model: nn.Module) -> None:
         """Takes the sharded parts that the model has now (training thread, hot path of sampled forwards)."""
         self._sharded = ShardedSync(model)
+        self._is_sharded = bool(self._sharded)
 
     def forward_started(
         self, module: nn.Module, position: Position, world_size: int
@@ -119,11 +121,12 @@ class Synchronisation:
         """
         if self._sharded is None:
             self.look_again(module)
+        sharded = self._sharded
         grad_enabled = position.grad_enabled
         if grad_enabled and is_pipelined():
             return GradSync.PIPELINED, None
-        if not self._sharded:
+        if sharded is None or not self._is_sharded:
             return read_grad_sync(module, grad_enabled, world_size), None
         if not grad_enabled:
             return GradSync.LOCAL, None
-        return GradSync.UNKNOWN, BackwardSync(self._sharded, position, self._changed, self._failed)
+        return GradSync.UNKNOWN, BackwardSync(sharded, position, self._changed, self._failed)

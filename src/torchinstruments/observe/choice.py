@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torchinstruments.observe.aligned import AlignedSampler, Due
 from torchinstruments.observe.faults import Faults
-from torchinstruments.observe.sampling import SamplingEvent, SamplingPolicy, is_own
+from torchinstruments.observe.sampling import SamplingEvent, SamplingPolicy, is_own, without_event
 from torchinstruments.records import Position
 from torchinstruments.statistics.foreign import foreign_code
 
@@ -34,6 +34,7 @@ class Choice:
     ) -> None:
         self._sampler = sampler
         self._sampler_is_own = is_own(sampler)
+        self._by_position = without_event(sampler)
         self._aligned = aligned
         self._faults = faults
         self._miss_planned = miss_planned
@@ -54,15 +55,17 @@ class Choice:
             return due.sample
         if is_paused:
             return False
-        event = SamplingEvent(
-            attempt=position.attempt,
-            forward_in_attempt=position.forward_in_attempt,
-            micro_batch=position.micro_batch,
-            forward_index=position.forward_index,
-            grad_enabled=position.grad_enabled,
-            monotonic_s=time.monotonic(),
-        )
         try:
+            if self._by_position is not None:
+                return self._by_position(position)
+            event = SamplingEvent(
+                attempt=position.attempt,
+                forward_in_attempt=position.forward_in_attempt,
+                micro_batch=position.micro_batch,
+                forward_index=position.forward_index,
+                grad_enabled=position.grad_enabled,
+                monotonic_s=time.monotonic(),
+            )
             if self._sampler_is_own:
                 return self._sampler.should_sample(event)
             with foreign_code():

@@ -6,6 +6,7 @@ It is an object of its own so that whoever reads it holds neither the model nor 
 import threading
 
 from torchinstruments.observe.faults import Faults
+from torchinstruments.ranks.clock import StepClock
 from torchinstruments.records import Counters
 
 __all__ = ["Counts"]
@@ -16,21 +17,21 @@ class Counts:
 
     Args:
         faults: Counts the errors.
+        clock: Counts the forwards.
     """
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, faults: Faults, clock: StepClock) -> None:
         self._faults = faults
+        self._clock = clock
         # A signal handler may run the model while its thread is in here.
         self._lock = threading.RLock()
-        self._forwards = 0
         self._samples = 0
         self._missed = 0
         self._collection_s = 0.0
 
-    def add(self, *, forwards: int = 0, samples: int = 0, missed: int = 0, collection_s: float = 0.0) -> None:
+    def add(self, *, samples: int = 0, missed: int = 0, collection_s: float = 0.0) -> None:
         """Adds to the counters (training or autograd thread, hot path)."""
         with self._lock:
-            self._forwards += forwards
             self._samples += samples
             self._missed += missed
             self._collection_s += collection_s
@@ -39,7 +40,7 @@ class Counts:
         """Returns the counters; what is stored is the session's to add (any thread)."""
         with self._lock:
             return Counters(
-                forwards=self._forwards,
+                forwards=self._clock.num_forwards,
                 samples=self._samples,
                 missed=self._missed,
                 collection_s=self._collection_s,

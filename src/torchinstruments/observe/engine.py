@@ -35,14 +35,13 @@ _FX_TRACE = _symbolic_trace.Tracer.trace.__code__
 _Function = TypeVar("_Function", bound=Callable[..., None])
 
 
-def graph_task() -> int:
-    """Returns the id of the traversal that the current thread works on, unique in the process; -1 outside."""
-    return torch._C._current_graph_task_id()  # noqa: SLF001
+graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
+"""Returns the id of the traversal that the current thread works on, unique in the process; -1 outside."""
 
 
 def is_in_backward() -> bool:
     """Returns whether the current thread works on a backward: a forward in it is a recomputation."""
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001
+    return graph_task() != -1
 
 
 def keeps_graph() -> bool:

@@ -37,17 +37,14 @@ class Faults:
 
     def __init__(self, policy: ErrorPolicy, keep: Callable[[ErrorRecord], None]) -> None:
         self._policy = policy
+        self.raises = policy is ErrorPolicy.RAISE
+        """Whether errors are to be raised at the next root forward."""
         self._keep = keep
         self._counts: Counter[str] = Counter()
         self._warned: set[tuple[str, str]] = set()
         self._pending: BaseException | None = None
         # A signal handler may report while its thread is in here.
         self._lock = threading.RLock()
-
-    @property
-    def raises(self) -> bool:
-        """Whether errors are to be raised at the next root forward."""
-        return self._policy is ErrorPolicy.RAISE
 
     @property
     def counts(self) -> Mapping[str, int]:

@@ -156,7 +156,8 @@ class GradientTracker:
 
         A hook on a leaf tensor, a parameter say, outlives every graph; it counts only until the next forward.
         """
-        self._release_leaves()
+        if self._leaf_handles:
+            self._release_leaves()
         if self.running:
             thread = threading.get_ident()
             for traversal in list(self.running.values()):

@@ -23,7 +23,8 @@ from types import FunctionType
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import compiler, nn
+from torch.compiler import is_dynamo_compiling
 
 from torchinstruments.observe.selection import Layer
 from torchinstruments.observe.stack import is_copy
@@ -187,14 +188,15 @@ class RootPreHook(_HookThatStays):
         self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object] | None = None
     ) -> None:
         """Is called before the model's forward (training thread, hot path)."""
-        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler():
-            if torch.compiler.is_exporting():
+        if is_dynamo_compiling() or runs_for_a_compiler():
+            if compiler.is_exporting():
                 self._observer.root_exported()
             else:
                 self._observer.root_compiled()
             return
         try:
-            if not is_copy(module, self._model()):
+            own = self._model()
+            if module is own or not is_copy(module, own):
                 self._observer.root_started(module, args, kwargs or {})
         except RecursionError as error:
             if id(error) == self._observer.raised:
@@ -236,10 +238,11 @@ class RootPostHook(_HookThatStays):
 
     def __call__(self, module: nn.Module, _args: object, output: object) -> None:
         """Is called after the model's forward (training thread, hot path)."""
-        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler():
+        if is_dynamo_compiling() or runs_for_a_compiler():
             return
         try:
-            if not is_copy(module, self._model()):
+            own = self._model()
+            if module is own or not is_copy(module, own):
                 self._observer.root_ended(module, output)
         except RecursionError:
             self._observer.num_too_deep += 1
@@ -266,7 +269,7 @@ class LayerPreHook(_HookThatStays):
     ) -> None:
         """Is called before the layer's forward (training thread, hot path)."""
         try:
-            if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler():
+            if is_dynamo_compiling() or runs_for_a_compiler():
                 return
             if threading.get_ident() == self._thread and not is_copy(module, self._layer.watched):
                 self._forward.receive(self._layer, args, kwargs or {})
@@ -293,7 +296,7 @@ class LayerHook(_HookThatStays):
     def __call__(self, module: nn.Module, _args: object, output: object) -> None:
         """Is called after the layer's forward (training thread, hot path)."""
         try:
-            if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler():
+            if is_dynamo_compiling() or runs_for_a_compiler():
                 return
             if threading.get_ident() == self._thread and not is_copy(module, self._layer.watched):
                 self._forward.observe(self._layer, output)
@@ -321,7 +324,7 @@ class GradientHook(_HookThatStays):
     def __call__(self, gradient: torch.Tensor | None) -> None:
         """Is called with the tensor's gradient, None for an undefined one (autograd thread, hot path)."""
         try:
-            if not (torch.compiler.is_dynamo_compiling() or runs_for_a_compiler()):
+            if not (is_dynamo_compiling() or runs_for_a_compiler()):
                 self._sample.arrived(self._number, gradient)
         except RecursionError:
             self._sample.num_too_deep += 1
@@ -349,7 +352,7 @@ class ParameterHook(_HookThatStays):
         if gradients is None:
             return
         try:
-            if not (torch.compiler.is_dynamo_compiling() or runs_for_a_compiler()):
+            if not (is_dynamo_compiling() or runs_for_a_compiler()):
                 gradients.accumulated(self._target)
         except RecursionError:
             gradients.num_too_deep += 1

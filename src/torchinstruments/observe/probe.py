@@ -35,8 +35,8 @@ from torchinstruments.observe.counts import Counts
 from torchinstruments.observe.direct import DirectRoot, ForwardOverride, replicated
 from torchinstruments.observe.engine import (
     EXPORT,
+    graph_task,
     is_capturing_graph,
-    is_in_backward,
     run_while_traced,
     tracing,
 )
@@ -122,7 +122,7 @@ class RootProbe:
     ) -> None:
         self.session = session
         self.faults = faults
-        self._counts = Counts(faults)
+        self._counts = Counts(faults, clock)
         self.counters = self._counts.read
         """Returns what was counted here; it may be kept for longer than the probe."""
         self.owner: object = None
@@ -351,21 +351,26 @@ class RootProbe:
         Raises:
             Exception: With ``error_policy="raise"``, the first error of collection since the last time.
         """
-        if not self._is_armed or is_in_backward():
+        # Each call of a function costs a step that is not sampled about two microseconds, for whatever the
+        # model ran has taken its place in the processor's caches. So what is mostly not needed is not called.
+        if not self._is_armed or graph_task() != -1:
             return
         try:
-            if self._is_followed(module):
+            call = self._calls.current()
+            if call is not None and self._is_followed(call, module):
                 return
-            if not self._is_outermost(module):
+            if not self._is_outermost(call, module):
                 self._receive(args, kwargs)
                 return
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self.faults.report("forward", "", error)
         self.raised = 0
-        self.raise_pending()
+        if self.faults.raises:
+            self.raise_pending()
         try:
             self._start(module)
-            self._receive(args, kwargs)
+            if self._takes_input:
+                self._receive(args, kwargs)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self.faults.report("forward", "", error)
 
@@ -392,17 +397,15 @@ class RootProbe:
         except Exception as error:  # noqa: BLE001 - nothing may reach the compiler
             self.faults.report("forward", "", error)
 
-    def _is_followed(self, module: nn.Module) -> bool:
+    def _is_followed(self, call: RootCall, module: nn.Module) -> bool:
         """Returns whether a call is the inner one of a model that is seen at its wrapper (hot path)."""
-        call = self._calls.current()
-        return call is not None and call.called != id(module) and is_called(call.called)
+        return call.called != id(module) and is_called(call.called)
 
-    def _is_outermost(self, module: nn.Module) -> bool:
+    def _is_outermost(self, call: RootCall | None, module: nn.Module) -> bool:
         """Returns whether a call of the model is a root forward (training thread, hot path)."""
         if traced := tracing() or learns_shapes():
             self._traced[traced] += 1
             return False
-        call = self._calls.current()
         if call is not None:
             # At a depth of 0 its end was interrupted, or a signal handler calls the model in it.
             if call.depth > 0 and num_calls(module) > 1:
@@ -420,7 +423,7 @@ class RootProbe:
 
     def root_ended(self, module: nn.Module, output: object) -> None:
         """Takes the end of a call, by an exception too; it never raises (training thread, hot path)."""
-        if is_in_backward():
+        if graph_task() != -1:
             return
         if not self._is_armed:
             self._left_behind_removal(module, output)
@@ -465,14 +468,14 @@ class RootProbe:
 
     def _start(self, module: nn.Module) -> None:
         """Counts a root forward and has it measured where the sampler chose it."""
-        if not self._begin():
+        if not self._has_begun and not self._begin():
             return
         self._bypass.disarm()
-        self._tell_too_deep()
+        if self.num_too_deep:
+            self._tell_too_deep()
         started_us = time.time_ns() // 1000
         self._tracker.root_started()
         grad_enabled = torch.is_grad_enabled()
-        self._counts.add(forwards=1)
         position = self._attempts.forward_started(grad_enabled=grad_enabled, now_us=started_us)
         if self._parameters is not None:
             self._parameters.root_started(position)

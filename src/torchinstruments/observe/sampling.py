@@ -7,12 +7,12 @@ no waiting. A sampler keeps its own state and therefore belongs to one observer.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Protocol
 
 from torchinstruments.errors import ConfigurationError
-from torchinstruments.records import storable
+from torchinstruments.records import Position, storable
 
 __all__ = [
     "AlwaysSampler",
@@ -24,6 +24,7 @@ __all__ = [
     "describe",
     "is_own",
     "validate_sampler",
+    "without_event",
 ]
 
 _MAX_SETTING_CHARACTERS = 200
@@ -62,7 +63,7 @@ class SamplingPolicy(Protocol):
 class AlwaysSampler:
     """Measures every root forward."""
 
-    def should_sample(self, event: SamplingEvent) -> bool:  # noqa: ARG002 - every event gets the same answer
+    def should_sample(self, event: SamplingEvent | Position) -> bool:  # noqa: ARG002 - every event gets the same answer
         """Returns True."""
         return True
 
@@ -82,7 +83,7 @@ class EveryNForwardsSampler:
     def __init__(self, n: int) -> None:
         self.n = _whole_number("EveryNForwardsSampler", n)
 
-    def should_sample(self, event: SamplingEvent) -> bool:
+    def should_sample(self, event: SamplingEvent | Position) -> bool:
         """Returns whether this is the n-th forward since the last one chosen."""
         return (event.forward_index + 1) % self.n == 0
 
@@ -113,7 +114,7 @@ class EveryNStepsSampler:
     def __init__(self, n: int) -> None:
         self.n = _whole_number("EveryNStepsSampler", n)
 
-    def should_sample(self, event: SamplingEvent) -> bool:
+    def should_sample(self, event: SamplingEvent | Position) -> bool:
         """Returns whether this is a training forward of an attempt that was chosen."""
         return event.grad_enabled and event.attempt is not None and (event.attempt + 1) % self.n == 0
 
@@ -185,6 +186,13 @@ def validate_sampler(sampler: SamplingPolicy) -> SamplingPolicy:
 def is_own(sampler: SamplingPolicy) -> bool:
     """Returns whether a sampler is one of these, and no subclass of the program's."""
     return type(sampler) in (AlwaysSampler, EveryNForwardsSampler, EveryNStepsSampler, TimedSampler)
+
+
+def without_event(sampler: SamplingPolicy) -> Callable[[Position], bool] | None:
+    """Returns what asks a sampler of this package by a forward's position alone; None where it takes more."""
+    if isinstance(sampler, AlwaysSampler | EveryNForwardsSampler | EveryNStepsSampler) and is_own(sampler):
+        return sampler.should_sample
+    return None
 
 
 def describe(sampler: SamplingPolicy) -> Mapping[str, object]:

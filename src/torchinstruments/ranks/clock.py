@@ -26,10 +26,11 @@ optimizers in one attempt each has its own ``optimizer_s`` alone.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchinstruments.ranks.phases import PhaseTimer
 from torchinstruments.ranks.stepping import OptimizerOrdinals, RunningStep
-from torchinstruments.ranks.window import DeviceClock, Judgement, Prepared, Span, Step, Window
+from torchinstruments.ranks.window import APPLIED, DeviceClock, Judgement, Prepared, Step, Window
 from torchinstruments.records import (
     Amendment,
     ClosedAttempt,
@@ -42,6 +43,10 @@ from torchinstruments.records import (
 
 __all__ = ["MAX_STEPS_IN_WINDOW", "TOLD_AFTER_S", "Boundary", "Started", "StepClock"]
 
+# To look a member of an enumeration up takes as long as to call a function.
+_INFERRED = StepProvenance.INFERRED
+_UNKNOWN_STEP = StepProvenance.NONE
+
 MAX_STEPS_IN_WINDOW = 16_384
 """Steps that one window keeps; only a program that bypasses the attached model's hooks comes near it."""
 
@@ -49,8 +54,7 @@ TOLD_AFTER_S = 20.0
 """So many seconds after a window's last step it is told, open as it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(NamedTuple):
     """What a root forward's start means.
 
     Attributes:
@@ -113,7 +117,8 @@ class StepClock:
         self._window: Window | None = None
         self._running: RunningStep | None = None
         self._in_boundary = False
-        self._num_forwards = 0
+        self.num_forwards = 0
+        """Root forwards seen so far."""
         self._forwards_outside = 0
         self._first_attempt = self._next_attempt = first_attempt
         self._ordinals = OptimizerOrdinals()
@@ -130,11 +135,6 @@ class StepClock:
     def lacks_declared_steps(self) -> bool:
         """Whether optimizers were named and none has stepped, though a backward was seen."""
         return self._is_declared and self._has_backward and not self._has_step
-
-    @property
-    def num_forwards(self) -> int:
-        """Root forwards seen so far."""
-        return self._num_forwards
 
     @property
     def is_stepping(self) -> bool:
@@ -193,7 +193,7 @@ class StepClock:
         window = self._window
         if window is not None and window.explicit:
             return StepProvenance.EXPLICIT
-        return StepProvenance.INFERRED if self._optimizer_known else StepProvenance.NONE
+        return _INFERRED if self._optimizer_known else _UNKNOWN_STEP
 
     @property
     def is_before_every_step(self) -> bool:
@@ -281,10 +281,12 @@ class StepClock:
             The forward's position, and records: of the window that it closed, or of the open one where that
             was stepped long before. The latter know nothing of forwards from this one on.
         """
-        self._drop_aborted_step(now_s)
-        self._timer.settle_backward(now_s, self._window, self._running)
-        closed: tuple[ClosedAttempt, ...] = ()
+        if self._running is not None:
+            self._drop_aborted_step(now_s)
         window = self._window
+        if self._timer.waits_since_s is not None:
+            self._timer.settle_backward(now_s, window, self._running)
+        closed: tuple[ClosedAttempt, ...] = ()
         if grad_enabled and self._opens_window(window):
             closed = self._close_window()
             window = self._open_window(now_s, now_us)
@@ -293,8 +295,8 @@ class StepClock:
             self._begin_boundary(window, now_s)
         elif window is not None and self._has_waited(window, now_s):
             closed = window.take_records(self._device)
-        index = self._num_forwards
-        self._num_forwards += 1
+        index = self.num_forwards
+        self.num_forwards += 1
         self._timer.forward_began(now_s)
         if window is None:
             ordinal = self._forwards_outside
@@ -368,7 +370,7 @@ class StepClock:
             self._running.nested.append(optimizer_key)
             return
         window = self._window
-        if window is not None:
+        if window is not None and not window.has_begun:
             self._begin_boundary(window, now_s)
         self._timer.step_began(now_s, window, in_backward=in_backward)
         self._running = RunningStep(optimizer_key, now_s, in_backward, self._timer.phase())
@@ -392,8 +394,7 @@ class StepClock:
         now_s: float,
         *,
         lr: float | None = None,
-        outcome: Outcome = Outcome.APPLIED,
-        evidence: Evidence = Evidence.OPTIMIZER_HOOK,
+        judgement: Judgement = APPLIED,
     ) -> None:
         """Takes the end of a step (training or autograd thread, hot path).
 
@@ -401,19 +402,18 @@ class StepClock:
             optimizer_key: As given to `step_started`.
             now_s: Monotonic seconds.
             lr: Learning rate of the first group, where it is a number on the host.
-            outcome: What became of the attempt, as far as it is known now.
-            evidence: What that rests on.
+            judgement: What became of the attempt, as far as it is known now.
         """
         running = self._running
-        if running is None or not running.knows(optimizer_key):
-            self._take_back_abort(optimizer_key, lr, outcome, evidence)
+        if running is None or not (optimizer_key == running.key or running.knows(optimizer_key)):
+            self._take_back_abort(optimizer_key, lr, judgement)
             return
-        if running.ends_nested(optimizer_key):
+        if running.nested and running.ends_nested(optimizer_key):
             self._timer.passed(now_s)
             return
         self._running = None
         self._timer.step_ended(in_backward=running.in_backward)
-        step = self._new_step(optimizer_key, now_s, running.judgement or Judgement(outcome, evidence))
+        step = Step(optimizer_key, -1, -1, running.judgement or judgement, now_s)
         step.lr = lr
         step.optimizer_s = max(0.0, now_s - running.started_s - running.inner.seconds)
         if running.inner.spans is not None:
@@ -493,30 +493,19 @@ class StepClock:
             amendment=prepared.amendment,
         )
 
-    def step_resolved(
-        self,
-        optimizer_key: int,
-        *,
-        outcome: Outcome,
-        evidence: Evidence,
-        found_inf: float | None = None,
-        amendment: Amendment | None = None,
-    ) -> None:
+    def step_resolved(self, optimizer_key: int, judgement: Judgement) -> None:
         """Takes better evidence for an optimizer's last step in the window (training thread, hot path).
 
         Args:
             optimizer_key: As given to `step_started`. A step inside another one has no record: its evidence
                 is that of the outer one.
-            outcome: What became of it.
-            evidence: What that rests on.
-            found_inf: What the scaler found, where it is known on the host.
-            amendment: Brings what only the device knows of it.
+            judgement: What became of it.
         """
-        judgement = Judgement(outcome, evidence, found_inf, amendment)
         if self._running is not None:
             self._running.take(judgement)
             return
-        step = self._last_step(optimizer_key)
+        window = self._window
+        step = None if window is None else window.last_step(optimizer_key)
         if step is not None:
             step.judgement, step.aborted = judgement, False
 
@@ -601,9 +590,10 @@ class StepClock:
     def _open_window(self, now_s: float, now_us: int) -> Window:
         window = Window(
             self._next_attempt,
-            self._num_forwards,
+            self.num_forwards,
             now_us,
-            self._gap(now_s),
+            # Inside a closure the time since the step's start is the step's.
+            self._timer.gap(now_s if self._running is None else self._running.started_s),
             forward=self._timer.phase(),
             backward=self._timer.phase(),
         )
@@ -615,11 +605,7 @@ class StepClock:
         """Lets the gap before a boundary's window reach to the first thing that is known to run in it."""
         if not window.has_begun:
             window.has_begun = True
-            window.gap = self._gap(now_s)
-
-    def _gap(self, now_s: float) -> Span | None:
-        # Inside a closure the time since the step's start is the step's.
-        return self._timer.gap(now_s if self._running is None else self._running.started_s)
+            window.gap = self._timer.gap(now_s if self._running is None else self._running.started_s)
 
     def _close_window(self, *, failed: bool = False) -> tuple[ClosedAttempt, ...]:
         window, self._window = self._window, None
@@ -637,14 +623,14 @@ class StepClock:
         if window.steps:
             if len(window.steps) > 1 and not window.explicit:
                 self.num_steps_without_forward += len(window.steps) - len({one.key for one in window.steps})
-            return window.take_records(self._device)
+            return window.take_records(self._device, is_over=True)
         window.is_shared |= self._timer.is_shared(window)
         outcome, evidence = Outcome.UNKNOWN, Evidence.NONE
         if self._optimizer_known or failed:
             outcome = Outcome.ABANDONED
             evidence = Evidence.EXPLICIT if window.explicit else Evidence.NONE
         window.steps.append(Step(-1, -1, 0, Judgement(outcome, evidence)))
-        return window.take_records(self._device)
+        return window.take_records(self._device, is_over=True)
 
     def _new_step(self, key: int, now_s: float, judgement: Judgement) -> Step:
         """Returns a step that is over; the window has it once all is known that is known now."""
@@ -657,7 +643,8 @@ class StepClock:
         if window is None:
             self.num_steps_between_boundaries += self._next_attempt > self._first_attempt
             return
-        window.is_shared |= self._timer.is_shared(window)
+        if not window.is_shared:
+            window.is_shared = self._timer.is_shared(window)
         step.optimizer, step.optimizer_attempt = self._ordinals.next_attempt(step.key)
         if len(window.steps) >= MAX_STEPS_IN_WINDOW:
             self.num_dropped_steps += 1
@@ -672,8 +659,8 @@ class StepClock:
         if self._running is not None and self._is_running is not None and not self._is_running():
             self.step_aborted(now_s)
 
-    def _take_back_abort(self, key: int, lr: float | None, outcome: Outcome, evidence: Evidence) -> None:
+    def _take_back_abort(self, key: int, lr: float | None, judgement: Judgement) -> None:
         """A step that seemed to have raised ends after all: it ran in a thread of its own."""
         step = self._last_step(key)
         if step is not None and step.aborted:
-            step.lr, step.judgement, step.aborted = lr, Judgement(outcome, evidence), False
+            step.lr, step.judgement, step.aborted = lr, judgement, False

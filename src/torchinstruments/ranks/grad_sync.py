@@ -15,6 +15,9 @@ from torchinstruments.records import GradSync
 
 __all__ = ["read_grad_sync"]
 
+# To look a member up takes longer than all else that is done for a model that nothing wraps.
+_NOT_DISTRIBUTED = GradSync.NOT_DISTRIBUTED
+
 
 def read_grad_sync(root_module: torch.nn.Module, grad_enabled: bool, world_size: int) -> GradSync:  # noqa: FBT001
     """Returns whether this forward's gradients will be synchronised (training thread, hot path).
@@ -34,7 +37,7 @@ def read_grad_sync(root_module: torch.nn.Module, grad_enabled: bool, world_size:
         if not grad_enabled or not wrapper.require_backward_grad_sync:
             return GradSync.LOCAL
         return GradSync.SYNCED if leaves_the_mean(wrapper) else GradSync.UNKNOWN
-    return GradSync.NOT_DISTRIBUTED if world_size == 1 else GradSync.UNKNOWN
+    return _NOT_DISTRIBUTED if world_size == 1 else GradSync.UNKNOWN
 
 
 def _ddp_of(root_module: torch.nn.Module) -> DistributedDataParallel | None:
@@ -42,11 +45,11 @@ def _ddp_of(root_module: torch.nn.Module) -> DistributedDataParallel | None:
         return root_module
     # torch.compile(DDP(model)) keeps the wrapper as its part.
     inner = root_module._modules.get("_orig_mod")  # noqa: SLF001 - getattr takes a microsecond to find nothing
-    if _is_ddp(inner):
+    if inner is not None and _is_ddp(inner):
         return inner
     # Set during the wrapper's forward alone, so it is the wrapper of the model inside.
-    active = DistributedDataParallel._get_active_ddp_module()  # noqa: SLF001
-    return active if _is_ddp(active) else None
+    active = DistributedDataParallel._active_ddp_module  # noqa: SLF001 - its method is for what is compiled
+    return active if active is not None and _is_ddp(active) else None
 
 
 def _is_ddp(module: object) -> TypeIs[DistributedDataParallel]:

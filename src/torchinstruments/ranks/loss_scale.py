@@ -31,7 +31,7 @@ from torchinstruments.ranks.optimizers import KnownOptimizer, OptimizerWatch, fi
 from torchinstruments.ranks.ring import Rings, Ticket
 from torchinstruments.ranks.scaled_attempt import ScaledAttempt
 from torchinstruments.ranks.seen_scalers import SeenScalers
-from torchinstruments.ranks.window import Prepared
+from torchinstruments.ranks.window import Judgement, Prepared
 from torchinstruments.records import ScaleProvenance
 
 __all__ = ["ScalerWatch"]
@@ -86,7 +86,7 @@ class _Ledger:
 
     def forget(self) -> None:
         """Begins anew, after an update."""
-        self.open = list[_Open]()
+        self.open = []
         self.has_others = self.is_in_unknown = False
 
 
@@ -126,8 +126,9 @@ class ScalerWatch:
         self._declared = None if isinstance(declared, GradScaler) else declared
         self._only = weakref.ref(declared) if isinstance(declared, GradScaler) else None
         self._fixed = torch.tensor(declared, dtype=torch.float64) if isinstance(declared, float) else None
+        self._is_undeclared = isinstance(declared, Unset)
         self._is_contradicted = False
-        self._seen = SeenScalers(lambda: clock.num_forwards)
+        self._seen = SeenScalers(clock)
         self._led: int | None = None
         self._ledgers: dict[int, _Ledger] = {}
 
@@ -221,7 +222,7 @@ class ScalerWatch:
 
     def unscaled(self, scaler: GradScaler, optimizer: object) -> None:
         """Takes that the program had an optimizer's gradients unscaled (training thread, hot path)."""
-        known = self._optimizers.known(inner_optimizer(optimizer))
+        known = self._optimizers.known(optimizer)
         if known is None:
             self._ledger(scaler).has_others = True
             return
@@ -233,7 +234,7 @@ class ScalerWatch:
 
     def step_begins(self, scaler: GradScaler, optimizer: object) -> _Open | None:
         """Returns the attempt, or None for another model's optimizer (training thread, hot path)."""
-        known = self._optimizers.known(inner_optimizer(optimizer))
+        known = self._optimizers.asked_for = self._optimizers.known(optimizer)
         if known is None:
             self._ledger(scaler).is_in_unknown = unwrapped(optimizer) is None
             return None
@@ -260,7 +261,8 @@ class ScalerWatch:
                 self._seen.stepped(scaler, is_own=False)
             return
         self._seen.stepped(scaler, is_own=True)
-        self._compare_with_declared(scaler)
+        if not self._is_undeclared:
+            self._compare_with_declared(scaler)
         try:
             self._tell(scaler, optimizer, begun)
         finally:
@@ -287,9 +289,8 @@ class ScalerWatch:
         self._led = self._clock.running_key
         verdict = attempt.provisional()
         if attempt.ran:
-            self._clock.step_resolved(
-                known.key, outcome=verdict.outcome, evidence=verdict.evidence, amendment=attempt
-            )
+            judgement = Judgement(verdict.outcome, verdict.evidence, amendment=attempt)
+            self._clock.step_resolved(known.key, judgement)
         else:
             self._clock.step_skipped(
                 known.key,
@@ -309,20 +310,28 @@ class ScalerWatch:
 
         The program may have called it, after ``unscale_`` or without any scaler. The clock knows of the step.
         """
+        mine: _Open | None = None
+        is_any_begun = False
+        for ledger in self._ledgers.values():
+            for one in ledger.open:
+                if not one.is_done:
+                    is_any_begun |= one.is_begun
+                    if one.known is known:
+                        mine = one
+        if mine is not None and mine.is_begun:
+            # The scaler's own call, of which its return tells more.
+            return
         if not self._seen.is_any_alive:
             return
-        begun = [one for ledger in self._ledgers.values() for one in ledger.open if not one.is_done]
-        mine = [one for one in begun if one.known is known]
-        if mine:
-            if not mine[-1].is_begun:
-                self._step_ended_unscaled(mine[-1])
+        if mine is not None:
+            self._step_ended_unscaled(mine)
         elif known.key == self._led:
             self._led = None
         elif unknown := [ledger for ledger in self._ledgers.values() if ledger.is_in_unknown]:
             scaler = unknown[-1].scaler()
             if scaler is not None:
                 self._seen.stepped(scaler, is_own=True)
-        elif not self._clock.is_stepping and not any(one.is_begun for one in begun):
+        elif not self._clock.is_stepping and not is_any_begun:
             self._seen.stepped_without()
 
     def _step_ended_unscaled(self, one: _Open) -> None:
@@ -337,9 +346,8 @@ class ScalerWatch:
         attempt.ran, attempt.decides_on_device = True, one.known.decides_on_device
         self._led = self._clock.running_key
         verdict = attempt.provisional()
-        self._clock.step_resolved(
-            one.known.key, outcome=verdict.outcome, evidence=verdict.evidence, amendment=attempt
-        )
+        judgement = Judgement(verdict.outcome, verdict.evidence, amendment=attempt)
+        self._clock.step_resolved(one.known.key, judgement)
         attempt.is_stepped = True
 
     def _begun_by(self, optimizer: Optimizer) -> list[tuple[GradScaler, _Open]]:

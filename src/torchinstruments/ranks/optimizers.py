@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -28,7 +28,11 @@ from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.inner_optimizer import inner_optimizer
 from torchinstruments.ranks.membership import Membership, Place
 from torchinstruments.ranks.step_hooks import CALLER_DEPTH, StepHooks
+from torchinstruments.ranks.window import APPLIED, Judgement
 from torchinstruments.records import Evidence, Outcome
+
+_graph_task = torch._C._current_graph_task_id  # noqa: SLF001 - has no public name
+_UNDECIDED = Judgement(Outcome.UNKNOWN, Evidence.NONE)
 
 __all__ = ["KnownOptimizer", "OptimizerWatch", "StepListener", "first_lr", "unwrapped"]
 
@@ -72,8 +76,7 @@ class KnownOptimizer:
     decides_on_device: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(NamedTuple):
     """The outermost step that runs, known by its frame's address, which is its own for as long as it runs.
 
     A reference to the frame would keep the locals of all its callers alive after an exception.
@@ -122,6 +125,8 @@ class OptimizerWatch:
         self.listener = listener
         self.on_ended: Callable[[KnownOptimizer], None] | None = None
         """Told of every step of this model's optimizers that ended, after the clock was (hot path)."""
+        self.asked_for: KnownOptimizer | None = None
+        """Whose step was announced by a scaler, which has asked for it: its step does not ask again."""
         self._clock = clock
         self._membership = Membership(model)
         self._only = None if only is None else _references(only)
@@ -171,18 +176,20 @@ class OptimizerWatch:
             entry = self._get_to_know(optimizer)
         elif self._only is None:
             num_forwards = self._clock.num_forwards
-            entry.place = self._membership.again(optimizer, entry.key, entry.place, num_forwards)
-            entry.belongs = entry.place is not None
-            entry.is_of_other = not entry.belongs and _has_parameters(optimizer)
+            entry.place = place = self._membership.again(optimizer, entry.key, entry.place, num_forwards)
+            entry.belongs = place is not None
+            entry.is_of_other = place is None and _has_parameters(optimizer)
         return entry if entry.belongs else None
 
     def _step_started(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if forks.pid != self._pid:
             return
         try:
-            entry = self.known(optimizer)
-            if entry is None:
-                return
+            entry, self.asked_for = self.asked_for, None
+            if entry is None or entry.reference() is not optimizer:
+                entry = self.known(optimizer)
+                if entry is None:
+                    return
             caller = sys._getframe(CALLER_DEPTH)  # noqa: SLF001
             # The caller's own frame may have the address of one that an exception has left.
             if self._outermost is not None and not self._outermost.is_below(caller.f_back):
@@ -195,7 +202,7 @@ class OptimizerWatch:
                 return
             if self.listener is not None:
                 self.listener.step_began(optimizer, has_closure=_has_closure(args, kwargs))
-            self._clock.step_started(entry.key, self._now(), in_backward=_is_in_backward())
+            self._clock.step_started(entry.key, self._now(), in_backward=_graph_task() != -1)
         except Exception as error:  # noqa: BLE001
             self._report(error)
 
@@ -214,13 +221,9 @@ class OptimizerWatch:
                 self.listener.step_ended(optimizer)
             if self._outermost is not None and self._outermost.address == id(sys._getframe(CALLER_DEPTH)):  # noqa: SLF001
                 self._outermost = None
-            outcome, evidence = Outcome.APPLIED, Evidence.OPTIMIZER_HOOK
             entry.decides_on_device = _decides_on_device(optimizer, kwargs)
-            if entry.decides_on_device:
-                outcome, evidence = Outcome.UNKNOWN, Evidence.NONE
-            self._clock.step_ended(
-                entry.key, self._now(), lr=first_lr(optimizer), outcome=outcome, evidence=evidence
-            )
+            judgement = _UNDECIDED if entry.decides_on_device else APPLIED
+            self._clock.step_ended(entry.key, self._now(), lr=first_lr(optimizer), judgement=judgement)
             if self.on_ended is not None:
                 self.on_ended(entry)
         except Exception as error:  # noqa: BLE001
@@ -303,10 +306,6 @@ def _has_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 def _references(only: Optimizer | Sequence[Optimizer]) -> tuple[weakref.ref[Optimizer], ...]:
     named = (only,) if isinstance(only, Optimizer) else only
     return tuple([weakref.ref(optimizer) for optimizer in named])
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - has no public name
 
 
 def _decides_on_device(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:

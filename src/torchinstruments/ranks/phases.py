@@ -27,7 +27,8 @@ class PhaseTimer:
     def __init__(self, *, keeps_spans: bool) -> None:
         self._keeps_spans = keeps_spans
         self._forward_began_s: float | None = None
-        self._waits_for_backward_since_s: float | None = None
+        self.waits_since_s: float | None = None
+        """Since when a backward seems to run whose end nobody has seen yet; None where none does."""
         self._stepped_in_backward = False
         self._last_event_s = 0.0
         self._last_end_s: float | None = None
@@ -41,7 +42,7 @@ class PhaseTimer:
     @property
     def is_busy(self) -> bool:
         """Whether a forward, or the backward after it, seems to run (any thread)."""
-        return self._forward_began_s is not None or self._waits_for_backward_since_s is not None
+        return self._forward_began_s is not None or self.waits_since_s is not None
 
     @property
     def is_in_backward(self) -> bool:
@@ -95,7 +96,7 @@ class PhaseTimer:
                 if running is not None:
                     running.inner.add(began_s, now_s)
             if awaits_backward:
-                self._waits_for_backward_since_s = now_s
+                self.waits_since_s = now_s
             if window.end_s is not None:
                 # An evaluation after the step is no part of the gap before the next window.
                 window.end_s = now_s
@@ -106,9 +107,9 @@ class PhaseTimer:
         if self._forward_began_s is not None:
             # One inside a forward is that forward's time.
             return
-        if self._waits_for_backward_since_s is None:
+        if self.waits_since_s is None:
             # A further backward, of another outstanding forward or of a kept graph.
-            self._waits_for_backward_since_s = self._last_event_s
+            self.waits_since_s = self._last_event_s
         self.settle_backward(now_s, window, running)
         self._last_event_s = now_s
         self._stepped_in_backward = False
@@ -118,7 +119,7 @@ class PhaseTimer:
 
     def settle_backward(self, now_s: float, window: Window | None, running: RunningStep | None) -> None:
         """Ends a backward whose own end nobody saw (training thread, hot path)."""
-        since_s, self._waits_for_backward_since_s = self._waits_for_backward_since_s, None
+        since_s, self.waits_since_s = self.waits_since_s, None
         if since_s is not None and window is not None:
             window.backward.add(since_s, now_s)
             if running is not None:
@@ -133,7 +134,7 @@ class PhaseTimer:
         if in_backward and self._stepped_in_backward and not self.is_busy:
             # Between two optimizers that step inside one backward there is nothing but that backward, unless
             # a forward runs beside it.
-            self._waits_for_backward_since_s = self._last_event_s
+            self.waits_since_s = self._last_event_s
         self.settle_backward(now_s, window, None)
         if self._forward_began_s is not None:
             # A forward runs in another thread: what of it lies beside the step is the step's time.
@@ -145,7 +146,7 @@ class PhaseTimer:
     def step_ended(self, *, in_backward: bool) -> None:
         """Takes the end of a step that ran, before `stepped` (training or autograd thread, hot path)."""
         # A closure's backward that nobody saw cannot be told from the step itself.
-        self._waits_for_backward_since_s = None
+        self.waits_since_s = None
         self._stepped_in_backward = in_backward
 
     def stepped(self, now_s: float, window: Window | None) -> None:
@@ -160,5 +161,5 @@ class PhaseTimer:
         """Takes that a window is over (training thread, hot path)."""
         self._last_end_s = window.end_s if window.end_s is not None else self._last_event_s
         self._forward_began_s = None
-        self._waits_for_backward_since_s = None
+        self.waits_since_s = None
         self._stepped_in_backward = False

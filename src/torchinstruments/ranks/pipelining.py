@@ -23,7 +23,7 @@ _LEARNING = ("metadata_inference", "shape_inference")
 
 def is_pipelined() -> bool:
     """Returns whether a stage of a pipeline runs the current forward (training thread, hot path)."""
-    return next(_functions_of_stage(), None) is not None
+    return _STAGE in sys.modules and next(_functions_of_stage(), None) is not None
 
 
 def learns_shapes() -> str:
@@ -32,6 +32,8 @@ def learns_shapes() -> str:
     Returns:
         A name for it, ``""`` where the forward is one of the program's.
     """
+    if _STAGE not in sys.modules:
+        return ""
     for name in _functions_of_stage():
         if any(part in name for part in _LEARNING):
             return "torch.distributed.pipelining's inference of shapes"
@@ -40,8 +42,6 @@ def learns_shapes() -> str:
 
 def _functions_of_stage() -> Iterator[str]:
     """Yields the names of a stage's functions on the stack, the innermost first."""
-    if _STAGE not in sys.modules:
-        return
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - nothing else tells
     while frame is not None:
         if frame.f_globals.get("__name__") == _STAGE:

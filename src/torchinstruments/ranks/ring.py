@@ -30,6 +30,9 @@ __all__ = ["NUM_SLOTS", "Ring", "Rings", "Ticket"]
 NUM_SLOTS = 16_384
 """Numbers that a ring holds: thousands of attempts, of which the writer thread sees some in every second."""
 
+_NUM_VIEWS = 64
+# A slot that is looked up by torch takes longer than what is done with it.
+
 _PRE_DISPATCH = DispatchKey.PreDispatch
 _ASYNCHRONOUS = frozenset({"cuda", "xpu"})
 
@@ -85,6 +88,7 @@ class Ring:
         self._reading = threading.RLock()
         self._num_begun = 0
         self._num_kept = 0
+        self._views: tuple[int, tuple[torch.Tensor, ...]] = (-1, ())
         self._fetched: torch.Tensor = self._buffer
         self._fetched_ordinals = range(0)
         # Streams and events of the device's own module: their classes differ from device to device.
@@ -114,7 +118,10 @@ class Ring:
             # Counted first: from here on what the slot held may be gone.
             self._num_begun = ordinal + 1
             slot = ordinal % self._num_slots
-            self._buffer.select(0, slot).fill_(tensor if tensor.ndim == 0 else tensor.reshape(()))
+            first = slot - slot % _NUM_VIEWS
+            if self._views[0] != first:
+                self._views = (first, self._views_from(first))
+            self._views[1][slot - first].fill_(tensor if tensor.ndim == 0 else tensor.reshape(()))
             if self._module is not None:
                 self._record()
             self._num_kept = ordinal + 1
@@ -139,6 +146,12 @@ class Ring:
             if ordinal not in self._fetched_ordinals:
                 return None
             return float(self._fetched[ordinal % self._num_slots].item())
+
+    def _views_from(self, first: int) -> tuple[torch.Tensor, ...]:
+        """Returns some slots, each as a tensor without dimensions."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            length = min(_NUM_VIEWS, self._num_slots - first)
+            return self._buffer.narrow(0, first, length).unbind()
 
     def _record(self) -> None:
         """Marks the point of the current stream that a reader has to wait for."""
@@ -200,22 +213,26 @@ class Rings:
             Exception: Whatever the device raises.
         """
         if not _has_modes():
-            return [self._keep(tensor) for tensor in tensors]
+            return self._keep(tensors)
         # They may count, cache or rewrite every operation of the program, which this is none of.
         with DisableTorchFunction(), _disable_current_modes():
-            return [self._keep(tensor) for tensor in tensors]
+            return self._keep(tensors)
 
-    def _keep(self, tensor: torch.Tensor) -> Ticket | None:
-        # Nothing here requires a gradient, so that nothing is recorded for autograd.
-        local = tensor.detach() if tensor.requires_grad else tensor
-        if type(local) is not torch.Tensor and isinstance(local, _Distributed):
-            local = local.to_local()
-        if local.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
-        ring = self._rings.get(local.device)
-        if ring is None:
-            ring = self._rings.setdefault(local.device, Ring(local, self._num_slots))
-        return ring.keep(local)
+    def _keep(self, tensors: Iterable[torch.Tensor]) -> list[Ticket | None]:
+        tickets: list[Ticket | None] = []
+        for tensor in tensors:
+            # Nothing here requires a gradient, so that nothing is recorded for autograd.
+            local = tensor.detach() if tensor.requires_grad else tensor
+            if type(local) is not torch.Tensor and isinstance(local, _Distributed):
+                local = local.to_local()
+            if local.is_cuda and torch.cuda.is_current_stream_capturing():
+                tickets.append(None)
+                continue
+            ring = self._rings.get(local.device)
+            if ring is None:
+                ring = self._rings.setdefault(local.device, Ring(local, self._num_slots))
+            tickets.append(ring.keep(local))
+        return tickets
 
 
 def _has_modes() -> bool:

@@ -34,6 +34,11 @@ class Verdict:
 
 
 _UNKNOWN = Verdict(Outcome.UNKNOWN, Evidence.NONE)
+_RAN = Verdict(Outcome.APPLIED, Evidence.OPTIMIZER_HOOK)
+_NOTHING_FOUND = Verdict(Outcome.APPLIED, Evidence.FOUND_INF)
+_FOUND = Verdict(Outcome.SKIPPED, Evidence.FOUND_INF)
+_DID_NOT_RUN = Verdict(Outcome.SKIPPED, Evidence.OPTIMIZER_HOOK)
+_BACKED_OFF = Verdict(Outcome.SKIPPED, Evidence.SCALE_BACKOFF)
 
 
 @dataclass(slots=True, eq=False)
@@ -130,27 +135,26 @@ def judge(
     if attempt.decides_on_device and attempt.ran is not False:
         return _judge_on_device(attempt, found_inf, before, after)
     if attempt.ran:
-        seen = Evidence.FOUND_INF if found_inf == 0 else Evidence.OPTIMIZER_HOOK
-        return Verdict(Outcome.APPLIED, seen)
+        return _NOTHING_FOUND if found_inf == 0 else _RAN
     if found_inf:
-        return Verdict(Outcome.SKIPPED, Evidence.FOUND_INF)
+        return _FOUND
     if attempt.ran is None:
         if found_inf == 0 and attempt.is_plain_scaler:
-            return Verdict(Outcome.APPLIED, Evidence.FOUND_INF)
+            return _NOTHING_FOUND
         return _judge_by_scale(attempt, before, after)
     if found_inf == 0 and attempt.is_plain_scaler:
         # Torch's scaler had no reason to skip: the step ran unseen, or was replaced by something else.
         return _UNKNOWN
-    return Verdict(Outcome.SKIPPED, Evidence.OPTIMIZER_HOOK)
+    return _DID_NOT_RUN
 
 
 def _judge_on_device(
     attempt: ScaledAttempt, found_inf: float | None, before: float | None, after: float | None
 ) -> Verdict:
     if found_inf == 0:
-        return Verdict(Outcome.APPLIED, Evidence.FOUND_INF)
+        return _NOTHING_FOUND
     if found_inf == 1:
-        return Verdict(Outcome.SKIPPED, Evidence.FOUND_INF)
+        return _FOUND
     if found_inf is not None:
         return _UNKNOWN
     return _judge_by_scale(attempt, before, after)
@@ -159,4 +163,4 @@ def _judge_on_device(
 def _judge_by_scale(attempt: ScaledAttempt, before: float | None, after: float | None) -> Verdict:
     if before is None or after is None or attempt.is_scale_set or not attempt.is_alone or after >= before:
         return _UNKNOWN
-    return Verdict(Outcome.SKIPPED, Evidence.SCALE_BACKOFF)
+    return _BACKED_OFF

@@ -22,8 +22,8 @@ from importlib import import_module
 from types import FunctionType
 from typing import Any, Protocol
 
-import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.compiler import is_dynamo_compiling
 
 from torchinstruments.ranks import forks
 from torchinstruments.ranks.tracing import runs_for_a_compiler
@@ -133,13 +133,23 @@ class _Patches:
             or name in running
             or (name == "unscale_" and "step" in running)
             or forks.pid != self._pid
-            or not _is_enabled(scaler, listeners)
         ):
+            return original(scaler, *args, **kwargs)
+        try:
+            is_enabled = scaler.is_enabled()
+        except Exception as error:  # noqa: BLE001 - a subclass may be anybody's code
+            is_enabled = False
+            for listener in listeners:
+                listener.report(error)
+        if not is_enabled:
             return original(scaler, *args, **kwargs)
         if type(scaler) not in self._classes:
             self.wrap_new_classes()
-        is_plain = args and type(original) is FunctionType
-        subject = args[0] if is_plain else _subject(name, original, args, kwargs)
+        subject: object = None
+        if args and type(original) is FunctionType:
+            subject = args[0]
+        elif args or kwargs or type(original) is not FunctionType:
+            subject = _subject(name, original, args, kwargs)
         begun = _begin(listeners, name, scaler, subject) if name in _TOLD_BEFORE else ()
         self._inside.names = (*running, name)
         try:
@@ -209,20 +219,11 @@ def _subject(
 def _pass_through(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def scaler_method(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler():
+        if is_dynamo_compiling() or runs_for_a_compiler():
             return original(self, *args, **kwargs)
         return _PATCHES.call(name, original, self, args, kwargs)
 
     return scaler_method
-
-
-def _is_enabled(scaler: GradScaler, listeners: tuple[ScalerListener, ...]) -> bool:
-    try:
-        return scaler.is_enabled()
-    except Exception as error:  # noqa: BLE001 - a subclass may be anybody's code
-        for listener in listeners:
-            listener.report(error)
-        return False
 
 
 def _begin(

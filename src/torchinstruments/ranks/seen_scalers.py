@@ -8,10 +8,11 @@ without a scaler beside one that steps another of its optimizers, no backward is
 """
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.amp.grad_scaler import GradScaler
+
+from torchinstruments.ranks.clock import StepClock
 
 __all__ = ["SeenScalers"]
 
@@ -39,21 +40,23 @@ class SeenScalers:
     """The scalers that were seen, none of which is kept alive.
 
     Args:
-        num_forwards: Returns how many root forwards of the model have begun.
+        clock: Knows how many root forwards of the model have begun.
     """
 
-    def __init__(self, num_forwards: Callable[[], int]) -> None:
-        self._num_forwards = num_forwards
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
         self._seen: list[_Seen] = []
         self._is_mixed = False
 
     def scaled(self, scaler: GradScaler) -> None:
         """Takes that a scaler has scaled something (training thread, hot path)."""
-        self._entry(scaler).scaled_at = self._num_forwards()
+        self._entry(scaler).scaled_at = self._clock.num_forwards
 
     def stepped(self, scaler: GradScaler, *, is_own: bool) -> None:
         """Takes that a scaler was to step an optimizer of this or of another model (hot path)."""
         entry = self._entry(scaler)
+        if is_own and entry.is_own:
+            return
         entry.is_own |= is_own
         entry.is_foreign |= not is_own
 

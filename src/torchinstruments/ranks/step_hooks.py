@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-import torch
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -99,7 +99,7 @@ class _Pair:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Calls who watches (training or autograd thread, hot path)."""
-        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler():
+        if is_dynamo_compiling() or runs_for_a_compiler():
             return None
         result = None
         for hooks in self._watching:
@@ -111,7 +111,7 @@ class _Pair:
 
     def _ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Calls who watches (training or autograd thread, hot path)."""
-        if torch.compiler.is_dynamo_compiling() or runs_for_a_compiler():
+        if is_dynamo_compiling() or runs_for_a_compiler():
             return
         for hooks in self._watching:
             hooks.ended(optimizer, args, kwargs)

@@ -7,6 +7,7 @@ which its phases ran, so that they are measured again by the device's own clock.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
 from torchinstruments.records import (
@@ -20,7 +21,18 @@ from torchinstruments.records import (
     StepProvenance,
 )
 
-__all__ = ["MAX_SPANS", "DeviceClock", "Judgement", "Phase", "Prepared", "Span", "Spans", "Step", "Window"]
+__all__ = [
+    "APPLIED",
+    "MAX_SPANS",
+    "DeviceClock",
+    "Judgement",
+    "Phase",
+    "Prepared",
+    "Span",
+    "Spans",
+    "Step",
+    "Window",
+]
 
 MAX_SPANS = 4_096
 """Spans whose moments a window keeps; one with more has the host's times."""
@@ -90,6 +102,10 @@ class Judgement(NamedTuple):
     evidence: Evidence
     found_inf: float | None = None
     amendment: Amendment | None = None
+
+
+APPLIED = Judgement(Outcome.APPLIED, Evidence.OPTIMIZER_HOOK)
+"""A step that the hooks of its optimizer saw."""
 
 
 @dataclass(slots=True, eq=False)
@@ -229,13 +245,18 @@ class Window:
                 return step
         return None
 
-    def take_records(self, device: DeviceClock | None) -> tuple[ClosedAttempt, ...]:
+    def take_records(self, device: DeviceClock | None, *, is_over: bool = False) -> tuple[ClosedAttempt, ...]:
         """Returns the records of its steps as they are, each step's once (training thread, hot path).
 
         Args:
             device: Measures its times again.
+            is_over: Whether nothing of it changes any more, so that whoever looks at a record makes it.
         """
-        return self._told([step for step in self.steps if step.claim()], device)
+        claimed: list[Step] = []
+        for step in self.steps:
+            if step.claim():
+                claimed.append(step)  # noqa: PERF401 - a comprehension is a call more
+        return self._told(claimed, device, is_over=is_over)
 
     def take_overdue(
         self, device: DeviceClock | None, until_s: float, is_unchanged: Callable[[], bool]
@@ -265,18 +286,25 @@ class Window:
         """Returns the records that nobody has claimed, as they are, and claims none (training thread)."""
         return self._told([step for step in self.steps if not step.is_told], None)
 
-    def _told(self, steps: Sequence[Step], device: DeviceClock | None) -> tuple[ClosedAttempt, ...]:
-        judgements = [step.judgement for step in steps]
-        amendments = [() if one.amendment is None else (one.amendment,) for one in judgements]
+    def _told(
+        self, steps: Sequence[Step], device: DeviceClock | None, *, is_over: bool = False
+    ) -> tuple[ClosedAttempt, ...]:
+        times: Sequence[Amendment] = ()
         if device is not None:
             # A window that is told before it is over adds to its own.
             forward, backward = tuple(self.forward.spans or ()), tuple(self.backward.spans or ())
             times = device.amendments(
                 [Spans(self.gap, forward, backward, step.span, step.inside) for step in steps]
             )
-            amendments = [(time, *more) for time, more in zip(times, amendments, strict=True)]
-        every = zip(steps, judgements, amendments, strict=True)
-        return tuple([ClosedAttempt(self._record(step, one), more) for step, one, more in every])
+        told: list[ClosedAttempt] = []
+        for index, step in enumerate(steps):
+            judgement = step.judgement
+            amendments = () if judgement.amendment is None else (judgement.amendment,)
+            if times:
+                amendments = (times[index], *amendments)
+            make = partial(self._record, step, judgement)
+            told.append(ClosedAttempt(make if is_over else make(), amendments))
+        return tuple(told)
 
     def _record(self, step: Step, judgement: Judgement) -> AttemptRecord:
         gap = self.gap

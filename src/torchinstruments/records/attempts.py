@@ -1,6 +1,6 @@
 """What became of an attempt at an optimizer step, and of the bytes that it began with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,17 +81,30 @@ class Amendment(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
 class ClosedAttempt:
     """An attempt of a window that closed, parts of which may still be on their way from a device.
 
-    Attributes:
-        record: What the host knows.
+    Args:
+        record: What the host knows, or what makes that of things which do not change any more: so the
+            training thread leaves it to whoever asks.
         amendments: Applied to the record in this order.
     """
 
-    record: AttemptRecord
-    amendments: tuple[Amendment, ...] = ()
+    __slots__ = ("_record", "amendments")
+
+    def __init__(
+        self, record: AttemptRecord | Callable[[], AttemptRecord], amendments: tuple[Amendment, ...] = ()
+    ) -> None:
+        self._record = record
+        self.amendments = amendments
+
+    @property
+    def record(self) -> AttemptRecord:
+        """What the host knows (any thread)."""
+        record = self._record
+        if not isinstance(record, AttemptRecord):
+            record = self._record = record()
+        return record
 
     def is_complete(self) -> bool:
         """Returns whether the host knows all of it, so that a later answer is the same (writer thread)."""

@@ -444,11 +444,11 @@ def test_giving_up_a_forward_lets_no_exception_out(
 def test_a_signal_handler_may_count_and_report_where_its_thread_does() -> None:
     """No lock of an observer stops the thread that holds it."""
     faults = Faults(ErrorPolicy.IGNORE, lambda _record: None)
-    counts = Counts(faults)
+    counts = Counts(faults, StepClock())
     with faults._lock, counts._lock:
         faults.report("forward", "", ValueError("x"))
-        counts.add(forwards=1)
-    assert (counts.read().forwards, counts.read().errors) == (1, {"forward": 1})
+        counts.add(samples=1)
+    assert (counts.read().samples, counts.read().errors) == (1, {"forward": 1})
     model = nn.Sequential(nn.Linear(2, 2))
     attached = observe(model, MemorySession())._probe
     assert attached is not None

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from torchinstruments.ranks import clock as clock_module
 from torchinstruments.ranks.clock import StepClock
+from torchinstruments.ranks.window import Judgement
 from torchinstruments.records import Evidence, GradSync, Outcome, StepProvenance
 
 
@@ -154,8 +155,8 @@ def test_better_evidence_replaces_the_hooks():
     """The scaler returns after the optimizer's hooks have fired."""
     loop = _Loop()
     loop.forward()
-    loop.step(outcome=Outcome.UNKNOWN, evidence=Evidence.NONE)
-    loop.clock.step_resolved(0, outcome=Outcome.APPLIED, evidence=Evidence.FOUND_INF, found_inf=0.0)
+    loop.step(judgement=Judgement(Outcome.UNKNOWN, Evidence.NONE))
+    loop.clock.step_resolved(0, Judgement(Outcome.APPLIED, Evidence.FOUND_INF, 0.0))
     (record,) = loop.close()
     assert (record.outcome, record.evidence, record.found_inf) == (Outcome.APPLIED, Evidence.FOUND_INF, 0.0)
 

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from typing_extensions import override
 
 from torchinstruments.ranks.clock import StepClock
+from torchinstruments.ranks.window import Judgement
 from torchinstruments.records import Evidence, GradSync, Outcome, StepProvenance
 from unit.ranks.step_histories import (
     Driver,
@@ -202,7 +203,7 @@ class _AnyOrder(RuleBasedStateMachine):
 
     @rule(key=st.integers(0, 2))
     def resolve(self, key):
-        self.clock.step_resolved(key, outcome=Outcome.APPLIED, evidence=Evidence.FOUND_INF)
+        self.clock.step_resolved(key, Judgement(Outcome.APPLIED, Evidence.FOUND_INF))
 
     @rule()
     def abort(self):

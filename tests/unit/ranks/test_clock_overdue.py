@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from torchinstruments.ranks.clock import StepClock
+from torchinstruments.ranks.window import Judgement
 from torchinstruments.records import AttemptRecord, ClosedAttempt, Evidence, GradSync, Outcome
 
 APPLIED = (Outcome.APPLIED, Evidence.OPTIMIZER_HOOK)
@@ -204,7 +205,7 @@ def _train(clock: StepClock, num_windows: int, tell: "list[ClosedAttempt]") -> N
             now += 1.0
             clock.step_started(key, now)
             clock.step_ended(key, now + 0.25, lr=float(key))
-            clock.step_resolved(key, outcome=Outcome.SKIPPED, evidence=Evidence.FOUND_INF, found_inf=1.0)
+            clock.step_resolved(key, Judgement(Outcome.SKIPPED, Evidence.FOUND_INF, 1.0))
             if window % 8 == key:
                 time.sleep(0)
         now += 1.0
