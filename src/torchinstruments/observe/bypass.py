@@ -136,7 +136,8 @@ class Bypass:
         self._ids: frozenset[int] = frozenset()
         self._lock = threading.RLock()
         self._arming = threading.RLock()
-        self._armed: dict[CallSentry | DirectSentry, None] = {}
+        self.armed: dict[CallSentry | DirectSentry, None] = {}
+        """What watches now; it is only read elsewhere."""
         self._is_closed = False
         self._num_calls = 0
         self._names: Counter[str] = Counter()
@@ -170,7 +171,7 @@ class Bypass:
         Args:
             compiled: Ids of modules inside compiled code, which would be compiled anew.
         """
-        if self._armed or self._is_closed or self._num_calls >= MAX_COUNTED:
+        if self.armed or self._is_closed or self._num_calls >= MAX_COUNTED:
             return
         if not self._arming.acquire(blocking=False):
             return
@@ -180,10 +181,10 @@ class Bypass:
                 if module is None or id(module) in compiled or _SLOT in module.__dict__:
                     continue
                 # Each is noted before it is there, so that an interrupt leaves nothing that nobody knows of.
-                self._armed[part.calls] = None
+                self.armed[part.calls] = None
                 part.calls.install()
                 if part.direct is not None:
-                    self._armed[part.direct] = None
+                    self.armed[part.direct] = None
                     part.direct.install(module)
                 if self._is_closed:
                     # By another thread, meanwhile.
@@ -195,7 +196,7 @@ class Bypass:
 
     def disarm(self) -> None:
         """Watches no more; returns at once where nothing is watched (training thread, hot path)."""
-        armed = self._armed
+        armed = self.armed
         while armed:
             for sentry in list(armed):
                 # It is forgotten after it was taken out, since an interrupt may come between the two.

@@ -464,13 +464,22 @@ class RootProbe:
         finally:
             call.depth -= 1
             if call.depth == 0:
-                self._end(call, failed=failed)
+                # The next call ends it where an interrupt or error cuts in.
+                try:
+                    self._attempts.forward_ended(call.grad_sync, call.position)
+                finally:
+                    if call.sampled is not None:
+                        self._handover.end_sample(call.sampled, failed=failed)
+                    self._calls.end()
+                    if call.sampled is not None:
+                        self._bypass.arm(call.compiled.inside)
 
     def _start(self, module: nn.Module) -> None:
         """Counts a root forward and has it measured where the sampler chose it."""
         if not self._has_begun and not self._begin():
             return
-        self._bypass.disarm()
+        if self._bypass.armed:
+            self._bypass.disarm()
         if self.num_too_deep:
             self._tell_too_deep()
         started_us = time.time_ns() // 1000
@@ -608,17 +617,6 @@ class RootProbe:
             if self._captures_direct_forwards:
                 self._replicated = replicated(model)
             self.tell_catalog()
-
-    def _end(self, call: RootCall, *, failed: bool) -> None:
-        """Takes the end of the outermost call; the next one ends it where an interrupt or error cuts in."""
-        try:
-            self._attempts.forward_ended(call.grad_sync, call.position)
-        finally:
-            if call.sampled is not None:
-                self._handover.end_sample(call.sampled, failed=failed)
-            self._calls.end()
-            if call.sampled is not None:
-                self._bypass.arm(call.compiled.inside)
 
 
 def refuse_scripted(model: nn.Module) -> None:
