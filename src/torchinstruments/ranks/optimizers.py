@@ -65,6 +65,7 @@ class KnownOptimizer:
         is_of_other: Whether it holds parameters, none of them the model's, and was not named.
         num_ended: Steps of it that ended.
         decides_on_device: Whether a scaler left it to the last of them to skip, on the device.
+        asked_at: Root forwards that had begun when it was last asked whether it belongs.
     """
 
     reference: weakref.ref[Optimizer]
@@ -74,6 +75,7 @@ class KnownOptimizer:
     is_of_other: bool
     num_ended: int = 0
     decides_on_device: bool = False
+    asked_at: int = -1
 
 
 class _Call(NamedTuple):
@@ -126,7 +128,7 @@ class OptimizerWatch:
         self.on_ended: Callable[[KnownOptimizer], None] | None = None
         """Told of every step of this model's optimizers that ended, after the clock was (hot path)."""
         self.asked_for: KnownOptimizer | None = None
-        """Whose step was announced by a scaler, which has asked for it: its step does not ask again."""
+        """Which one a scaler has just asked for: where no forward came since, its step does not ask again."""
         self._clock = clock
         self._membership = Membership(model)
         self._only = None if only is None else _references(only)
@@ -172,13 +174,14 @@ class OptimizerWatch:
             entry = self._known.get(id(optimizer))
         if not isinstance(optimizer, Optimizer):
             return None
+        num_forwards = self._clock.num_forwards
         if entry is None or entry.reference() is not optimizer:
             entry = self._get_to_know(optimizer)
         elif self._only is None:
-            num_forwards = self._clock.num_forwards
             entry.place = place = self._membership.again(optimizer, entry.key, entry.place, num_forwards)
             entry.belongs = place is not None
             entry.is_of_other = place is None and _has_parameters(optimizer)
+        entry.asked_at = num_forwards
         return entry if entry.belongs else None
 
     def _step_started(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -186,7 +189,11 @@ class OptimizerWatch:
             return
         try:
             entry, self.asked_for = self.asked_for, None
-            if entry is None or entry.reference() is not optimizer:
+            if (
+                entry is None
+                or entry.reference() is not optimizer
+                or entry.asked_at != self._clock.num_forwards
+            ):
                 entry = self.known(optimizer)
                 if entry is None:
                     return

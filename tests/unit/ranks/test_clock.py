@@ -56,6 +56,18 @@ def _micro_step(loop, count=1):
     return positions
 
 
+def test_a_record_is_made_by_who_looks_at_it_first_and_once():
+    """The training thread leaves it to the writer's; what comes later is no part of it."""
+    loop = _Loop()
+    loop.forward()
+    loop.step()
+    (closed,) = loop.clock.forward_started(grad_enabled=True, now_s=loop.tick(), now_us=0).closed
+    loop.step()
+    assert closed.record is closed.record
+    assert (closed.record.attempt, closed.record.micro_batches, closed.record.optimizer_attempt) == (0, 1, 0)
+    assert closed.record.outcome is Outcome.APPLIED
+
+
 def test_each_step_closes_an_attempt_at_the_next_forward():
     """One forward and one step a window, numbered from 0."""
     loop = _Loop()

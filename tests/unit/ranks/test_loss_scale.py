@@ -89,6 +89,21 @@ def test_an_ordinary_optimizer_is_applied_or_skipped_by_the_scalers_findings():
         assert [r.lr for r in training.records] == [0.1] * 3
 
 
+def test_an_optimizer_that_a_scaler_failed_to_step_is_asked_for_anew():
+    """By the time that the program steps it, it may hold nothing of the model any more."""
+    with _Training() as training:
+        optimizer, scaler = SGD(training.model.parameters(), lr=0.1), _scaler_of()
+        training.step(scaler, optimizer)
+        optimizer.zero_grad()
+        with pytest.raises(AssertionError, match="No inf checks"):
+            scaler.step(optimizer)
+        optimizer.param_groups[0]["params"] = list(nn.Linear(2, 2).parameters())
+        training.step(scaler, SGD(training.model.parameters(), lr=0.2))
+        optimizer.step()
+        training.close()
+        assert [(r.attempt, r.lr) for r in training.records] == [(0, 0.1), (1, 0.2)]
+
+
 def test_a_fused_optimizer_is_called_in_any_case_and_its_findings_decide():
     """It is called on both steps, so that a call proves nothing."""
     with _Training() as training:

@@ -1,6 +1,8 @@
 """Numbers on their way through a ring: never a wrong one, no wait, no host read, no memory."""
 
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -52,6 +54,30 @@ def test_a_ring_that_went_round_has_no_number_rather_than_a_wrong_one() -> None:
     assert tickets[0].read() == 0.0
     tickets += [ring.keep(torch.tensor(float(index))) for index in range(4, 10)]
     assert [ticket.read() for ticket in tickets] == [0.0] + [None] * 5 + [6.0, 7.0, 8.0, 9.0]
+
+
+@pytest.mark.parametrize("num_slots", [63, 64, 65, 200])
+def test_every_slot_of_a_ring_holds_its_own_number(num_slots: int) -> None:
+    """Also where the ring is no multiple of the slots that are looked up together."""
+    ring = Ring(torch.zeros(()), num_slots=num_slots)
+    tickets = [ring.keep(torch.tensor(float(index))) for index in range(2 * num_slots + 7)]
+    last = tickets[-num_slots:]
+    assert [ticket.read() for ticket in last] == [float(ticket.ordinal) for ticket in last]
+    assert [ticket.read() for ticket in tickets[:-num_slots]] == [None] * (num_slots + 7)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_a_ring_can_be_kept_in_and_read_out_in_any_mode(
+    mode: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Slots that were looked up in one mode are written in another."""
+    ring = Ring(torch.zeros(()), num_slots=70)
+    with mode():
+        inside = ring.keep(torch.tensor(1.0))
+    outside = ring.keep(torch.tensor(2.0))
+    with mode():
+        again = ring.keep(torch.tensor(3.0))
+    assert [inside.read(), outside.read(), again.read()] == [1.0, 2.0, 3.0]
 
 
 def test_a_copy_that_failed_takes_its_slot_and_no_other() -> None:
