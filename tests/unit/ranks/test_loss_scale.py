@@ -98,10 +98,14 @@ def test_an_optimizer_that_a_scaler_failed_to_step_is_asked_for_anew():
         with pytest.raises(AssertionError, match="No inf checks"):
             scaler.step(optimizer)
         optimizer.param_groups[0]["params"] = list(nn.Linear(2, 2).parameters())
-        training.step(scaler, SGD(training.model.parameters(), lr=0.2))
+        started = training.clock.forward_started(grad_enabled=True, now_s=0.0, now_us=0)
+        training.records += [attempt.resolve() for attempt in started.closed]
         optimizer.step()
         training.close()
-        assert [(r.attempt, r.lr) for r in training.records] == [(0, 0.1), (1, 0.2)]
+        assert [(r.attempt, r.lr, r.outcome) for r in training.records] == [
+            (0, 0.1, Outcome.APPLIED),
+            (1, None, Outcome.ABANDONED),
+        ]
 
 
 def test_a_fused_optimizer_is_called_in_any_case_and_its_findings_decide():
