@@ -72,20 +72,21 @@ def _admit(
     if is_functorch_wrapped_tensor(tensor):
         return _refused(Reason.UNSUPPORTED_LAYOUT, "inside a torch.func transform")
     scope = Scope.LOCAL
-    dtensor = _class("torch.distributed.tensor", "DTensor")
-    if dtensor is not None and isinstance(tensor, dtensor):
-        placements = tensor.placements
-        if any(placement.is_partial() for placement in placements):
-            return Absent(Reason.PARTIAL_PLACEMENT.value)
-        if not all(placement.is_replicate() for placement in placements):
-            scope = Scope.LOCAL_SHARD
-        with torch.no_grad():
-            tensor = tensor.to_local()
     if type(tensor) not in _PLAIN:
-        plain = _plain(tensor)
-        if isinstance(plain, Absent):
-            return plain
-        tensor = plain
+        dtensor = _class("torch.distributed.tensor", "DTensor")
+        if dtensor is not None and isinstance(tensor, dtensor):
+            placements = tensor.placements
+            if any(placement.is_partial() for placement in placements):
+                return Absent(Reason.PARTIAL_PLACEMENT.value)
+            if not all(placement.is_replicate() for placement in placements):
+                scope = Scope.LOCAL_SHARD
+            with torch.no_grad():
+                tensor = tensor.to_local()
+        if type(tensor) not in _PLAIN:
+            plain = _plain(tensor)
+            if isinstance(plain, Absent):
+                return plain
+            tensor = plain
     refusal = _unmeasurable(tensor, further_dtypes)
     if refusal is not None:
         return refusal
