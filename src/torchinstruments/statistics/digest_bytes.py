@@ -9,12 +9,9 @@ from torchinstruments.statistics.admission import COMPLEX
 from torchinstruments.statistics.digest_sums import BLOCK_WORDS, WORD_BYTES
 from torchinstruments.statistics.pieces import flat_pieces
 
-__all__ = ["BLOCK_BYTES", "SMALL_BYTES", "as_integers", "byte_pieces", "padded_rows", "small_groups"]
+__all__ = ["BLOCK_BYTES", "as_integers", "byte_pieces", "padded_rows", "small_groups"]
 
 BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
-SMALL_BYTES = 65_536
-"""Tensors up to this are read together: beyond it the copy costs more than a call for each."""
-
 # Each is an entry of its own for `_flatten_dense_tensors`, which need not be so for their bytes.
 _ALONE = COMPLEX | {torch.bool}
 _BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -65,18 +62,19 @@ def byte_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[torch.Tensor
         yield _joined(held)
 
 
-def small_groups(tensors: Sequence[torch.Tensor], group_bytes: int) -> Iterator[list[int]]:
+def small_groups(tensors: Sequence[torch.Tensor], small_bytes: int, group_bytes: int) -> Iterator[list[int]]:
     """Yields the places of tensors that are to be read together, and of each other one by itself.
 
     Args:
         tensors: Plain strided tensors of one device.
+        small_bytes: Up to which they are read together with others of their size and dtype.
         group_bytes: Memory that the rows of one group may take.
     """
     groups: dict[tuple[torch.dtype, int], list[int]] = {}
     for place, tensor in enumerate(tensors):
         num_bytes = tensor.nbytes
         dtype = tensor.dtype
-        if num_bytes > SMALL_BYTES or num_bytes == 0 or dtype in _ALONE:
+        if num_bytes > small_bytes or num_bytes == 0 or dtype in _ALONE:
             yield [place]
             continue
         group = groups.setdefault((dtype, num_bytes), [])

@@ -9,7 +9,7 @@ too. Small tensors cost more around the numbers than for them, so those of a mod
 digested together; each has the digest that it would have alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -44,10 +44,16 @@ _NUM_MULTIPLIERS = 16_384
 _ALL_64 = 0xFFFF_FFFF_FFFF_FFFF
 # On a device a piece needs its products, and while it is gathered the pieces that it is gathered from.
 _COPIES_EACH = 4
-_MIN_PIECE_BYTES = 8 * BLOCK_BYTES
-"""What lies in no order is gathered on the host in pieces that stay in its cache."""
+SMALL_BYTES = 8192
+"""Tensors up to this are read together on the host: beyond it the copy costs more than a call for each."""
+SMALL_BYTES_ON_DEVICE = HALF_WORDS * WORD_BYTES
+"""The same on a device, where a call costs more and a copy less."""
+# What lies in no order is gathered on the host in one piece up to the first, and beyond it in pieces that
+# stay in the cache: fresh memory costs more than the copy. Not where these would be of few rows, for a line
+# of memory holds entries of many.
+_FRESH_BYTES = 8 << 20
+_CACHED_BYTES = 8 * BLOCK_BYTES
 _MIN_ROWS = 32
-"""Rows of such a piece at least, for a line of memory holds entries of so many."""
 
 
 class Digester:
@@ -74,6 +80,14 @@ class Digester:
         """
         sums = self._taken_sums()
         total, block = 0, 0
+        num_bytes = tensor.nbytes
+        if num_bytes <= BLOCK_BYTES and num_bytes % WORD_BYTES == 0 and tensor.is_contiguous():
+            # Models have hundreds of these, each of which costs what is done around the numbers.
+            words: Words = as_bytes(tensor).view(np.uint64)
+            if words.flags.aligned and not tensor.is_conj():
+                total = sums.of_block(words) * self._host_multiplier(0)
+                self._spare_sums.append(sums)
+                return total & _ALL_64
         for data in self._host_pieces(tensor):
             for words in _blocks(data):
                 total += sums.of_block(words) * self._host_multiplier(block)
@@ -90,7 +104,7 @@ class Digester:
             tensor: A plain strided tensor on any device.
         """
         in_block, of_blocks = self._factors_on(tensor.device)
-        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+        total: torch.Tensor | None = None
         block = 0
         for piece in byte_pieces(tensor, self._piece_bytes):
             num_blocks, num_last = divmod(piece.numel(), BLOCK_BYTES)
@@ -101,15 +115,16 @@ class Digester:
             if num_last:
                 last = _as_device_words(piece.narrow(0, num_blocks * BLOCK_BYTES, num_last))
                 parts.append(device_sums(last.view(1, -1), in_block))
-            sums = torch.cat(parts)
+            sums = parts[0] if len(parts) == 1 else torch.cat(parts)
             num_blocks = sums.numel()
             if block + num_blocks <= _NUM_MULTIPLIERS:
                 factors = of_blocks.narrow(0, block, num_blocks)
             else:
                 factors = multipliers(block, num_blocks, tensor.device)
-            total = total + (sums * factors).sum()
+            of_piece = sums.mul_(factors).sum()
+            total = of_piece if total is None else total + of_piece
             block += num_blocks
-        return total
+        return torch.zeros((), dtype=torch.int64, device=tensor.device) if total is None else total
 
     def several_on_host(
         self, tensors: Sequence[torch.Tensor]
@@ -124,7 +139,8 @@ class Digester:
         Yields:
             Places and their digests; or a place, and what its tensor raised.
         """
-        return _several(tensors, HALF_WORDS * WORD_BYTES, self._rows_on_host, lambda one: [self.on_host(one)])
+        groups = small_groups(tensors, SMALL_BYTES, HALF_WORDS * WORD_BYTES)
+        return _several(tensors, groups, self._rows_on_host, lambda one: [self.on_host(one)])
 
     def several_on_device(
         self, tensors: Sequence[torch.Tensor]
@@ -134,7 +150,8 @@ class Digester:
         Args:
             tensors: As for `on_device`, all of the same one.
         """
-        return _several(tensors, self._piece_bytes, self._rows_on_device, self.on_device)
+        groups = small_groups(tensors, SMALL_BYTES_ON_DEVICE, self._piece_bytes)
+        return _several(tensors, groups, self._rows_on_device, self.on_device)
 
     def _rows_on_host(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Returns the digests of small tensors of one group."""
@@ -157,9 +174,10 @@ class Digester:
         if tensor.is_contiguous() and not tensor.is_conj():
             yield as_bytes(tensor)
             return
-        row_bytes = tensor.nbytes // max(1, tensor.shape[0])
-        num_blocks = max(_MIN_PIECE_BYTES, _MIN_ROWS * row_bytes) // BLOCK_BYTES
-        for piece in byte_pieces(tensor, min(num_blocks * BLOCK_BYTES, self._piece_bytes)):
+        piece_bytes = self._piece_bytes
+        if tensor.nbytes > _FRESH_BYTES and tensor.nbytes // tensor.shape[0] <= _CACHED_BYTES // _MIN_ROWS:
+            piece_bytes = min(piece_bytes, _CACHED_BYTES)
+        for piece in byte_pieces(tensor, piece_bytes):
             yield as_bytes(piece)
 
     def _taken_sums(self) -> HostSums:
@@ -192,12 +210,12 @@ def unsigned(digest: int) -> int:
 
 def _several(
     tensors: Sequence[torch.Tensor],
-    group_bytes: int,
+    groups: Iterable[list[int]],
     together: Callable[[Sequence[torch.Tensor]], _Found],
     alone: Callable[[torch.Tensor], _Found],
 ) -> Iterator[tuple[Sequence[int], _Found | Exception]]:
     """Yields places and what was found for their tensors."""
-    waiting = list(small_groups(tensors, group_bytes))
+    waiting = list(groups)
     while waiting:
         places = waiting.pop()
         found: _Found | Exception
