@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.sharding import parts_at_rest
-from torchinstruments.observe.tensors import PARAMETER, NamedTensor, named_tensors
+from torchinstruments.observe.tensors import PARAMETER, named_tensors
 from torchinstruments.ranks.replicas import ReplicaKeys
 from torchinstruments.records import Absent, FingerprintRecord, Position
 from torchinstruments.statistics.admission import COMPLEX, admit
@@ -156,8 +156,9 @@ class Fingerprinter:
             try:
                 keys = ReplicaKeys(model)
                 at_rest = parts_at_rest(model)
-                for named in named_tensors(model):
-                    self._find(named, at_rest.get(id(named.tensor), named.tensor), keys, found)
+                for name, kind, tensor in named_tensors(model):
+                    part = at_rest.get(id(tensor), tensor) if at_rest else tensor
+                    self._find(name, kind, part, keys, found)
             except Exception as error:  # noqa: BLE001 - nothing may leave a hook
                 self._faults.report(_PROBE, "", error)
             for device, (rows, tensors) in found.of_devices.items():
@@ -167,21 +168,21 @@ class Fingerprinter:
                     self._faults.report(_PROBE, "", error)
         return Fingerprints(attempt, tuple([row for row in found.rows if row.digest is not None]))
 
-    def _find(self, named: NamedTensor, part: torch.Tensor, keys: ReplicaKeys, found: _Found) -> None:
+    def _find(self, name: str, kind: str, part: torch.Tensor, keys: ReplicaKeys, found: _Found) -> None:
         """Adds the row of one tensor and what is to be digested of it, or tells why there is none."""
         try:
-            if is_lazy(part):
-                self._leave_out(named.name, "its shape is not known yet")
+            if type(part) is not nn.Parameter and is_lazy(part):
+                self._leave_out(name, "its shape is not known yet")
                 return
             admitted = admit(part, COMPLEX)
             if isinstance(admitted, Absent):
-                self._leave_out(named.name, admitted.reason)
+                self._leave_out(name, admitted.reason)
                 return
             local, _ = admitted
-            key = keys.of(part) if named.kind == PARAMETER else ""
-            row = _Row(named.name, named.kind, key, tuple(local.shape), _name_of(local.dtype))
+            key = keys.of(part) if kind == PARAMETER else ""
+            row = _Row(name, kind, key, tuple(local.shape), _name_of(local.dtype))
         except Exception as error:  # noqa: BLE001 - one tensor's failure is its own
-            self._faults.report(_PROBE, named.name, error)
+            self._faults.report(_PROBE, name, error)
             return
         found.rows.append(row)
         device = local.device

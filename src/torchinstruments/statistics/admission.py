@@ -119,7 +119,11 @@ def _unmeasurable(tensor: torch.Tensor, further_dtypes: frozenset[torch.dtype]) 
         return Absent(Reason.META_TENSOR.value)
     # Sharding frees the memory of gathered parameters in this way; reading it would end the process.
     num_bytes = tensor.untyped_storage().nbytes()
-    if num_bytes < _bytes_needed(tensor):
+    # Of nearly all tensors no more has to be asked.
+    is_within = (
+        tensor.is_contiguous() and tensor.storage_offset() * tensor.itemsize + tensor.nbytes <= num_bytes
+    )
+    if not is_within and num_bytes < _bytes_needed(tensor):
         missing = "its memory was freed" if num_bytes == 0 else "its memory is smaller than its shape"
         return _refused(Reason.UNSUPPORTED_LAYOUT, missing)
     return None
