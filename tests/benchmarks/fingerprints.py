@@ -6,14 +6,17 @@
 
 Each cell is the least processor time of this thread among the rounds; variants take turns within a round, so
 that what else the machine does falls on all of them alike. Only ratios of one run are comparable. "In torch"
-is what runs on an accelerator, here on the CPU. The last table is all that the training thread does for a
-whole model: finding the tensors, their names, keys and digests.
+is what runs on an accelerator, here on the CPU. "Transposed" is compared with the sum of the transposed
+tensor, which reads it as it lies. The second table is of many tensors of one size, digested together. The
+last one is all that the training thread does for a model: finding tensors, their names, keys and digests.
 """
 
 import argparse
+import runpy
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -24,6 +27,7 @@ from torchinstruments.observe.fingerprints import Fingerprinter
 from torchinstruments.records import ErrorRecord
 from torchinstruments.statistics.digests import Digester
 
+NUM_TOGETHER = 100
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 MIN_CALL_S = 0.002
 """Shorter variants are repeated within a round: the clock of a thread is coarse."""
@@ -41,10 +45,16 @@ def main() -> None:
     for size in options.sizes:
         for dtype in DTYPES:
             print_row(*of_tensor(size, dtype, options.rounds))
+    print(f"\n{NUM_TOGETHER} tensors of one size, x a bare sum of each\n")
+    print_row("entries", "dtype", "sum us", "sum A/A", "one by one", "together", "in torch")
+    for size in (16, 1000, 10_000):
+        for dtype in DTYPES:
+            print_row(*of_several(size, dtype, options.rounds))
     print("\nall parameters and buffers of a model, x a bare sum of each\n")
     print_row("model", "tensors", "MiB", "sum us", "sum A/A", "fingerprints")
     models = {
         "200 linear": nn.Sequential(*(nn.Linear(4, 4) for _ in range(200))),
+        "characters": characters(),
         "encoder": nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8), 6, enable_nested_tensor=False),
     }
     for name, model in models.items():
@@ -59,6 +69,7 @@ def of_tensor(size: int, dtype: torch.dtype, rounds: int) -> tuple[str, ...]:
     seconds = least_times(
         {
             "sum": tensor.sum,
+            "of transposed": transposed.sum,
             "again": tensor.sum,
             "digest": partial(digester.on_host, tensor),
             "transposed": partial(digester.on_host, transposed),
@@ -67,9 +78,36 @@ def of_tensor(size: int, dtype: torch.dtype, rounds: int) -> tuple[str, ...]:
         rounds,
     )
     bare = seconds.pop("sum")
+    seconds["transposed"] *= bare / seconds.pop("of transposed")
     speed = f"{tensor.nbytes / seconds['digest'] / 1e9:.1f}"
     ratios = (f"{spent / bare:.2f}" for spent in seconds.values())
     return (f"{size:,}", str(dtype).removeprefix("torch."), f"{bare * 1e6:.1f}", *ratios, speed)
+
+
+def of_several(size: int, dtype: torch.dtype, rounds: int) -> tuple[str, ...]:
+    """Returns the row of many tensors of one size and dtype."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(size, generator=generator).to(dtype) for _ in range(NUM_TOGETHER)]
+    digester = Digester()
+    seconds = least_times(
+        {
+            "sum": partial(bare_sums, tensors),
+            "again": partial(bare_sums, tensors),
+            "alone": lambda: [digester.on_host(tensor) for tensor in tensors],
+            "together": lambda: list(digester.several_on_host(tensors)),
+            "torch": lambda: list(digester.several_on_device(tensors)),
+        },
+        rounds,
+    )
+    bare = seconds.pop("sum")
+    ratios = (f"{spent / bare:.2f}" for spent in seconds.values())
+    return (f"{size:,}", str(dtype).removeprefix("torch."), f"{bare * 1e6:.1f}", *ratios)
+
+
+def characters() -> nn.Module:
+    """Returns the model of the examples that predicts characters."""
+    path = Path(__file__).parents[2] / "examples" / "ddp_language_model.py"
+    return runpy.run_path(str(path))["CharacterModel"](context=128)
 
 
 def of_model(name: str, model: nn.Module, rounds: int) -> tuple[str, ...]:

@@ -11,15 +11,17 @@ ranks compares those with equal keys.
 """
 
 import threading
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchinstruments.observe.faults import Faults
-from torchinstruments.observe.sharding import ManagedParameters
-from torchinstruments.observe.tensors import PARAMETER, NamedTensor, named_tensors
+from torchinstruments.observe.sharding import parts_at_rest
+from torchinstruments.observe.tensors import PARAMETER, named_tensors
 from torchinstruments.ranks.replicas import ReplicaKeys
 from torchinstruments.records import Absent, FingerprintRecord, Position
 from torchinstruments.statistics.admission import COMPLEX, admit
@@ -43,19 +45,29 @@ class _OnDevice:
     """
 
     numbers: DeviceNumbers
-    where: slice
+    where: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Row:
-    """A row of ``fingerprints`` without its attempt; see `FingerprintRecord`."""
+    """A row of ``fingerprints`` without its attempt; see `FingerprintRecord`. The digest comes last."""
 
     tensor: str
     kind: str
     replica_key: str
     shape: tuple[int, ...]
     dtype: str
-    digest: int | _OnDevice
+    digest: int | _OnDevice | None = None
+
+
+class _Found:
+    """What has a fingerprint: rows in the order of the model, and those of each device with their tensors."""
+
+    __slots__ = ("of_devices", "rows")
+
+    def __init__(self) -> None:
+        self.rows: list[_Row] = []
+        self.of_devices: dict[torch.device, tuple[list[_Row], list[torch.Tensor]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,60 +151,68 @@ class Fingerprinter:
             model: The attached model, as it is now.
             attempt: Which attempt it is that begins.
         """
-        rows: list[_Row] = []
-        numbers: dict[torch.device, DeviceNumbers] = {}
+        found = _Found()
         with functions_off(), isolated("cpu"):
             try:
                 keys = ReplicaKeys(model)
-                at_rest = ManagedParameters.of(model).at_rest or {}
-                for named in named_tensors(model):
-                    part = at_rest.get(id(named.tensor))
-                    row = self._row(named if part is None else replace(named, tensor=part), keys, numbers)
-                    if row is not None:
-                        rows.append(row)
+                at_rest = parts_at_rest(model)
+                for name, kind, tensor in named_tensors(model):
+                    part = at_rest.get(id(tensor), tensor) if at_rest else tensor
+                    self._find(name, kind, part, keys, found)
             except Exception as error:  # noqa: BLE001 - nothing may leave a hook
                 self._faults.report(_PROBE, "", error)
-            for of_device in numbers.values():
+            for device, (rows, tensors) in found.of_devices.items():
                 try:
-                    of_device.send()
+                    self._digest(device, rows, tensors)
                 except Exception as error:  # noqa: BLE001 - whatever a device did; the rows say so when read
                     self._faults.report(_PROBE, "", error)
-        return Fingerprints(attempt, tuple(rows))
+        return Fingerprints(attempt, tuple([row for row in found.rows if row.digest is not None]))
 
-    def _row(
-        self, named: NamedTensor, keys: ReplicaKeys, numbers: dict[torch.device, DeviceNumbers]
-    ) -> _Row | None:
-        """Returns the row of one tensor; None where there is none, which was told."""
+    def _find(self, name: str, kind: str, part: torch.Tensor, keys: ReplicaKeys, found: _Found) -> None:
+        """Adds the row of one tensor and what is to be digested of it, or tells why there is none."""
         try:
-            if is_lazy(named.tensor):
-                self._leave_out(named.name, "its shape is not known yet")
-                return None
-            admitted = admit(named.tensor, COMPLEX)
+            if type(part) is not nn.Parameter and is_lazy(part):
+                self._leave_out(name, "its shape is not known yet")
+                return
+            admitted = admit(part, COMPLEX)
             if isinstance(admitted, Absent):
-                self._leave_out(named.name, admitted.reason)
-                return None
+                self._leave_out(name, admitted.reason)
+                return
             local, _ = admitted
-            return _Row(
-                tensor=named.name,
-                kind=named.kind,
-                replica_key=keys.of(named.tensor) if named.kind == PARAMETER else "",
-                shape=tuple(local.shape),
-                dtype=str(local.dtype).removeprefix("torch."),
-                digest=self._digest(local, numbers),
-            )
+            key = keys.of(part) if kind == PARAMETER else ""
+            row = _Row(name, kind, key, tuple(local.shape), _name_of(local.dtype))
         except Exception as error:  # noqa: BLE001 - one tensor's failure is its own
-            self._faults.report(_PROBE, named.name, error)
-            return None
-
-    def _digest(self, local: torch.Tensor, numbers: dict[torch.device, DeviceNumbers]) -> int | _OnDevice:
-        """Returns a digest, or where it will be."""
+            self._faults.report(_PROBE, name, error)
+            return
+        found.rows.append(row)
         device = local.device
+        of_device = found.of_devices.get(device)
+        if of_device is None:
+            found.of_devices[device] = ([row], [local])
+        else:
+            of_device[0].append(row)
+            of_device[1].append(local)
+
+    def _digest(self, device: torch.device, rows: Sequence[_Row], tensors: Sequence[torch.Tensor]) -> None:
+        """Gives rows of one device the digests of their tensors, or where these will be."""
         if device.type in _HOST:
-            return self._digester.on_host(local)
-        digest = self._digester.on_device(local)
-        if device not in numbers:
-            numbers[device] = DeviceNumbers(device, torch.int64)
-        return _OnDevice(numbers[device], numbers[device].add(digest))
+            for places, digests in self._digester.several_on_host(tensors):
+                if isinstance(digests, Exception):
+                    self._faults.report(_PROBE, rows[places[0]].tensor, digests)
+                else:
+                    for place, digest in zip(places, digests, strict=True):
+                        rows[place].digest = digest
+            return
+        numbers = DeviceNumbers(device, torch.int64)
+        try:
+            for places, on_it in self._digester.several_on_device(tensors):
+                if isinstance(on_it, Exception):
+                    self._faults.report(_PROBE, rows[places[0]].tensor, on_it)
+                else:
+                    for where, place in enumerate(places, numbers.add(on_it).start):
+                        rows[place].digest = _OnDevice(numbers, where)
+        finally:
+            numbers.send()
 
     def _leave_out(self, name: str, reason: str) -> None:
         """Tells once that a tensor has no fingerprint."""
@@ -201,8 +221,15 @@ class Fingerprinter:
             self._faults.notice(_PROBE, name, f"{name} has no fingerprint: {reason}")
 
 
-def _read(digest: int | _OnDevice) -> int:
+def _read(digest: int | _OnDevice | None) -> int:
     """Returns a digest, waiting for it where it is on a device (writer thread)."""
     if isinstance(digest, int):
         return digest
-    return unsigned(int(digest.numbers.read(digest.where)[0]))
+    assert digest is not None
+    return unsigned(int(digest.numbers.read(slice(digest.where, digest.where + 1))[0]))
+
+
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    """Returns a dtype's name as it is stored."""
+    return str(dtype).removeprefix("torch.")

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchinstruments.observe.flat_parameters import is_flattened, whole_parameters
 from torchinstruments.records import Scope
 
-__all__ = ["NOT_SHARDED", "ManagedParameters", "PlainScopes", "Sharding"]
+__all__ = ["NOT_SHARDED", "ManagedParameters", "PlainScopes", "Sharding", "parts_at_rest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,10 @@ class ManagedParameters:
         has_shards = False
         for group in _groups(root):
             has_shards = True
-            for managed in getattr(group, "fsdp_params", ()):
-                part = getattr(managed, "sharded_param", None)
-                gathered = getattr(managed, "_unsharded_param", None)
-                if isinstance(part, torch.Tensor):
-                    sharded.add(id(part))
-                    if isinstance(gathered, torch.Tensor):
-                        at_rest[id(gathered)] = part
+            for part, gathered in _parts(group):
+                sharded.add(id(part))
+                if gathered is not None:
+                    at_rest[id(gathered)] = part
         left_out = set(_left_out_by_ddp(root))
         wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
         if has_shards or (wrapper and any(isinstance(module, wrapper) for module in root.modules())):
@@ -163,6 +160,25 @@ def _groups(root: nn.Module) -> Iterator[object]:
                 if id(group) not in seen:
                     seen.add(id(group))
                     yield group
+
+
+def parts_at_rest(root: nn.Module) -> dict[int, torch.Tensor]:
+    """Returns `ManagedParameters.at_rest` alone (training thread, hot path of sampled forwards)."""
+    return {
+        id(gathered): part
+        for group in _groups(root)
+        for part, gathered in _parts(group)
+        if gathered is not None
+    }
+
+
+def _parts(group: object) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Yields a group's parts of parameters, each with what it is gathered into, if that is there."""
+    for managed in getattr(group, "fsdp_params", ()):
+        part = getattr(managed, "sharded_param", None)
+        gathered = getattr(managed, "_unsharded_param", None)
+        if isinstance(part, torch.Tensor):
+            yield part, gathered if isinstance(gathered, torch.Tensor) else None
 
 
 def _parts_with_axes(group: object) -> Iterator[tuple[torch.Tensor, int]]:

@@ -9,6 +9,7 @@ never loaded, no instance of it exists.
 """
 
 import sys
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -42,10 +43,19 @@ _WRAPPERS = (
 
 def wrapped_child(module: nn.Module) -> str | None:
     """Returns the name of the child that the module merely wraps, or None where it is no wrapper."""
+    child = _child_of_kind(type(module))
+    if child is None or not isinstance(module._modules.get(child), nn.Module):  # noqa: SLF001 - children by name
+        return None
+    return child
+
+
+@lru_cache(maxsize=1024)
+def _child_of_kind(kind: type[nn.Module]) -> str | None:
+    """Returns the name of the child that modules of a class wrap; what a class derives from never changes."""
     for home, class_name, child in _WRAPPERS:
         wrapper = getattr(sys.modules.get(home), class_name, None)
-        if isinstance(wrapper, type) and isinstance(module, wrapper):
-            return child if isinstance(module._modules.get(child), nn.Module) else None  # noqa: SLF001 - children by name
+        if isinstance(wrapper, type) and issubclass(kind, wrapper):
+            return child
     return None
 
 

@@ -72,20 +72,21 @@ def _admit(
     if is_functorch_wrapped_tensor(tensor):
         return _refused(Reason.UNSUPPORTED_LAYOUT, "inside a torch.func transform")
     scope = Scope.LOCAL
-    dtensor = _class("torch.distributed.tensor", "DTensor")
-    if dtensor is not None and isinstance(tensor, dtensor):
-        placements = tensor.placements
-        if any(placement.is_partial() for placement in placements):
-            return Absent(Reason.PARTIAL_PLACEMENT.value)
-        if not all(placement.is_replicate() for placement in placements):
-            scope = Scope.LOCAL_SHARD
-        with torch.no_grad():
-            tensor = tensor.to_local()
     if type(tensor) not in _PLAIN:
-        plain = _plain(tensor)
-        if isinstance(plain, Absent):
-            return plain
-        tensor = plain
+        dtensor = _class("torch.distributed.tensor", "DTensor")
+        if dtensor is not None and isinstance(tensor, dtensor):
+            placements = tensor.placements
+            if any(placement.is_partial() for placement in placements):
+                return Absent(Reason.PARTIAL_PLACEMENT.value)
+            if not all(placement.is_replicate() for placement in placements):
+                scope = Scope.LOCAL_SHARD
+            with torch.no_grad():
+                tensor = tensor.to_local()
+        if type(tensor) not in _PLAIN:
+            plain = _plain(tensor)
+            if isinstance(plain, Absent):
+                return plain
+            tensor = plain
     refusal = _unmeasurable(tensor, further_dtypes)
     if refusal is not None:
         return refusal
@@ -118,7 +119,11 @@ def _unmeasurable(tensor: torch.Tensor, further_dtypes: frozenset[torch.dtype]) 
         return Absent(Reason.META_TENSOR.value)
     # Sharding frees the memory of gathered parameters in this way; reading it would end the process.
     num_bytes = tensor.untyped_storage().nbytes()
-    if num_bytes < _bytes_needed(tensor):
+    # Of nearly all tensors no more has to be asked.
+    is_within = (
+        tensor.is_contiguous() and tensor.storage_offset() * tensor.itemsize + tensor.nbytes <= num_bytes
+    )
+    if not is_within and num_bytes < _bytes_needed(tensor):
         missing = "its memory was freed" if num_bytes == 0 else "its memory is smaller than its shape"
         return _refused(Reason.UNSUPPORTED_LAYOUT, missing)
     return None

@@ -1,58 +1,59 @@
 """A number of 64 bits for the bytes of a tensor: equal bytes give equal numbers, on any device.
 
-The bytes are read in logical order, in blocks of 262,144; what is missing of the last 8 is zeros. Each byte
-is mixed with the one that stands 3 places behind it in its block, by an exclusive or; the last three are left
-as they are. Words ``x_i`` of 8 mixed bytes make the sum of ``w_i * x_i`` modulo 2^64, and the digest is the
-sum of the blocks, each times a multiplier of its own. All factors are odd and fixed. Sums of integers do not
-depend on the order of adding: neither threads, nor pieces, nor a device's schedule can change a digest. Two
-NaNs of other bits, and -0 and +0, are different bytes. Length and type are not in the digest; they stand
-beside it.
-
-A change of one bit, or of several within 4 aligned bytes, changes the digest with certainty: it reaches two
-words at most, in which the lowest bits that differ do not have the same place, so that no odd factors make
-them cancel. Other changes cancel with a probability of about 2^-24 at worst, as long as they are not of one
-bit in every third byte of a stretch, and nothing else: no dtype has entries of three bytes.
-
-The mixing loses nothing, for it can be undone from the end of a block. It keeps changes away from the top bit
-of a word alone, which an odd factor cannot spread, so that two of them would cancel. An odd distance does so
-for every dtype of more than one byte: with 4, the signs of both float32 of a word would come out as that bit,
-and a tensor be taken for its negative. A bit that changes in every byte is left in the last three.
+What the number is stands in `digest_sums`. Two NaNs of other bits, and -0 and +0, are different bytes. Length
+and type are not in the digest; they stand beside it.
 
 Where the tensor lies in the host's memory NumPy computes it, which is twice as fast there as the same in
 torch, and its result is a number at once. Elsewhere it is a 0-d int64 tensor, for torch wraps modulo 2^64
-too.
+too. Small tensors cost more around the numbers than for them, so those of a model are copied side by side and
+digested together; each has the digest that it would have alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchinstruments.statistics.host_memory import as_array
+from torchinstruments.statistics.digest_bytes import (
+    BLOCK_BYTES,
+    byte_pieces,
+    padded_rows,
+    small_groups,
+)
+from torchinstruments.statistics.digest_sums import (
+    BLOCK_WORDS,
+    HALF_WORDS,
+    WORD_BYTES,
+    HostSums,
+    Words,
+    device_sums,
+    multipliers,
+    weights,
+)
+from torchinstruments.statistics.host_memory import as_bytes
 from torchinstruments.statistics.measuring import MAX_SCRATCH_BYTES
-from torchinstruments.statistics.pieces import flat_pieces
 
-__all__ = ["BLOCK_WORDS", "Digester", "unsigned"]
+__all__ = ["Digester", "unsigned"]
 
-_Words = npt.NDArray[np.uint64]
+_Found = TypeVar("_Found")
 
-BLOCK_WORDS = 32_768
-"""Words that share one multiplier; on a host the pieces that stay in its cache."""
-
-_WORD_BYTES = 8
-_DISTANCE = 3
-_BLOCK_BYTES = BLOCK_WORDS * _WORD_BYTES
+_HOST = torch.device("cpu")
 _NUM_MULTIPLIERS = 16_384
-_SEED_OF_WEIGHTS = 0
-_SEED_OF_MULTIPLIERS = 1 << 40
-_STRIDE = 0x9E37_79B9_7F4A_7C15
-# Shift and factor of each step of splitmix64.
-_STEPS = ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB), (31, 1))
 _ALL_64 = 0xFFFF_FFFF_FFFF_FFFF
-_BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # On a device a piece needs its products, and while it is gathered the pieces that it is gathered from.
 _COPIES_EACH = 4
+SMALL_BYTES = 8192
+"""Tensors up to this are read together on the host: beyond it the copy costs more than a call for each."""
+SMALL_BYTES_ON_DEVICE = HALF_WORDS * WORD_BYTES
+"""The same on a device, where a call costs more and a copy less."""
+# What lies in no order is gathered on the host in one piece up to the first, and beyond it in pieces that
+# stay in the cache: fresh memory costs more than the copy. Not where these would be of few rows, for a line
+# of memory holds entries of many.
+_FRESH_BYTES = 8 << 20
+_CACHED_BYTES = 8 * BLOCK_BYTES
+_MIN_ROWS = 32
 
 
 class Digester:
@@ -63,8 +64,10 @@ class Digester:
     """
 
     def __init__(self, max_scratch_bytes: int = MAX_SCRATCH_BYTES) -> None:
-        self._piece_bytes = max(1, max_scratch_bytes // (_COPIES_EACH * _BLOCK_BYTES)) * _BLOCK_BYTES
-        self._host_factors: tuple[_Words, _Words] | None = None
+        self._piece_bytes = max(1, max_scratch_bytes // (_COPIES_EACH * BLOCK_BYTES)) * BLOCK_BYTES
+        self._host_multipliers: Words | None = None
+        # With memory that no thread works with at the moment.
+        self._spare_sums: list[HostSums] = []
         self._factors: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def on_host(self, tensor: torch.Tensor) -> int:
@@ -75,29 +78,21 @@ class Digester:
         Args:
             tensor: A plain strided tensor on the CPU.
         """
-        weights, multipliers = self._factors_on_host()
-        num_bytes = tensor.nbytes
-        if (
-            num_bytes <= _BLOCK_BYTES
-            and num_bytes % _WORD_BYTES == 0
-            and tensor.is_contiguous()
-            and not tensor.is_conj()
-        ):
-            # Models have hundreds of these, each of which costs what is done around the numbers.
-            data = as_array(_as_integers(tensor)).reshape(-1).view(np.uint8)
-            mixed = data.copy()
-            ahead = mixed[:-_DISTANCE]
-            ahead ^= data[_DISTANCE:]
-            words = mixed.view(np.uint64)
-            words *= weights[: len(words)]
-            return int(np.add.reduce(words)) * int(multipliers[0]) & _ALL_64
-        scratch = np.empty(min(num_bytes + _WORD_BYTES, _BLOCK_BYTES), np.uint8)
+        sums = self._taken_sums()
         total, block = 0, 0
-        for data in _host_pieces(tensor, self._piece_bytes):
-            for first in range(0, len(data), _BLOCK_BYTES):
-                in_block = _host_sum(data[first : first + _BLOCK_BYTES], scratch, weights)
-                total += in_block * _host_multiplier(multipliers, block)
+        num_bytes = tensor.nbytes
+        if num_bytes <= BLOCK_BYTES and num_bytes % WORD_BYTES == 0 and tensor.is_contiguous():
+            # Models have hundreds of these, each of which costs what is done around the numbers.
+            words: Words = as_bytes(tensor).view(np.uint64)
+            if words.flags.aligned and not tensor.is_conj():
+                total = sums.of_block(words) * self._host_multiplier(0)
+                self._spare_sums.append(sums)
+                return total & _ALL_64
+        for data in self._host_pieces(tensor):
+            for words in _blocks(data):
+                total += sums.of_block(words) * self._host_multiplier(block)
                 block += 1
+        self._spare_sums.append(sums)
         return total & _ALL_64
 
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -108,42 +103,103 @@ class Digester:
         Args:
             tensor: A plain strided tensor on any device.
         """
-        weights, multipliers = self._factors_on(tensor.device)
-        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+        in_block, of_blocks = self._factors_on(tensor.device)
+        total: torch.Tensor | None = None
         block = 0
-        for piece in _byte_pieces(tensor, self._piece_bytes):
-            num_blocks, num_last = divmod(piece.numel(), _BLOCK_BYTES)
-            sums: list[torch.Tensor] = []
+        for piece in byte_pieces(tensor, self._piece_bytes):
+            num_blocks, num_last = divmod(piece.numel(), BLOCK_BYTES)
+            parts: list[torch.Tensor] = []
             if num_blocks:
-                whole = piece.narrow(0, 0, num_blocks * _BLOCK_BYTES).view(num_blocks, _BLOCK_BYTES)
-                sums.append(_device_sums(whole, weights))
+                whole = _as_device_words(piece.narrow(0, 0, num_blocks * BLOCK_BYTES))
+                parts.append(device_sums(whole.view(num_blocks, -1), in_block))
             if num_last:
-                last = piece.narrow(0, num_blocks * _BLOCK_BYTES, num_last).view(1, num_last)
-                sums.append(_device_sums(last, weights))
-            in_blocks = torch.cat(sums)
-            num_blocks = in_blocks.numel()
+                last = _as_device_words(piece.narrow(0, num_blocks * BLOCK_BYTES, num_last))
+                parts.append(device_sums(last.view(1, -1), in_block))
+            sums = parts[0] if len(parts) == 1 else torch.cat(parts)
+            num_blocks = sums.numel()
             if block + num_blocks <= _NUM_MULTIPLIERS:
-                factors = multipliers.narrow(0, block, num_blocks)
+                factors = of_blocks.narrow(0, block, num_blocks)
             else:
-                factors = _odd_factors(_SEED_OF_MULTIPLIERS + block, num_blocks, tensor.device)
-            total = total + (in_blocks * factors).sum()
+                factors = multipliers(block, num_blocks, tensor.device)
+            of_piece = sums.mul_(factors).sum()
+            total = of_piece if total is None else total + of_piece
             block += num_blocks
-        return total
+        return torch.zeros((), dtype=torch.int64, device=tensor.device) if total is None else total
 
-    def _factors_on_host(self) -> tuple[_Words, _Words]:
-        """Returns the same as `_factors_on`, for NumPy."""
-        if self._host_factors is None:
-            weights, multipliers = self._factors_on(torch.device("cpu"))
-            self._host_factors = (weights.numpy().view(np.uint64), multipliers.numpy().view(np.uint64))
-        return self._host_factors
+    def several_on_host(
+        self, tensors: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[Sequence[int], Sequence[int] | Exception]]:
+        """Yields the digests of all tensors, of small ones together (training thread, hot path).
+
+        Call it inside `isolated`.
+
+        Args:
+            tensors: As for `on_host`.
+
+        Yields:
+            Places and their digests; or a place, and what its tensor raised.
+        """
+        groups = small_groups(tensors, SMALL_BYTES, HALF_WORDS * WORD_BYTES)
+        return _several(tensors, groups, self._rows_on_host, lambda one: [self.on_host(one)])
+
+    def several_on_device(
+        self, tensors: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[Sequence[int], torch.Tensor | Exception]]:
+        """Does the same for tensors of one device, whose digests are in an int64 tensor for each yield.
+
+        Args:
+            tensors: As for `on_device`, all of the same one.
+        """
+        groups = small_groups(tensors, SMALL_BYTES_ON_DEVICE, self._piece_bytes)
+        return _several(tensors, groups, self._rows_on_device, self.on_device)
+
+    def _rows_on_host(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Returns the digests of small tensors of one group."""
+        rows = padded_rows(tensors)
+        sums = self._taken_sums()
+        of_rows = sums.of_rows(as_bytes(rows).view(np.uint64).reshape(rows.shape))
+        self._spare_sums.append(sums)
+        digests: list[int] = np.multiply(of_rows, np.uint64(self._host_multiplier(0))).tolist()
+        return digests
+
+    def _rows_on_device(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the digests of small tensors of one group."""
+        device = tensors[0].device
+        in_block, of_blocks = self._factors_on(device)
+        rows = padded_rows(tensors)
+        return device_sums(rows, in_block).mul_(of_blocks.narrow(0, 0, 1))
+
+    def _host_pieces(self, tensor: torch.Tensor) -> Iterator[npt.NDArray[np.uint8]]:
+        """Yields the bytes of a tensor on the CPU as `byte_pieces` does, those of a contiguous one in one."""
+        if tensor.is_contiguous() and not tensor.is_conj():
+            yield as_bytes(tensor)
+            return
+        piece_bytes = self._piece_bytes
+        if tensor.nbytes > _FRESH_BYTES and tensor.nbytes // tensor.shape[0] <= _CACHED_BYTES // _MIN_ROWS:
+            piece_bytes = min(piece_bytes, _CACHED_BYTES)
+        for piece in byte_pieces(tensor, piece_bytes):
+            yield as_bytes(piece)
+
+    def _taken_sums(self) -> HostSums:
+        """Returns sums for this thread alone, until they are put back."""
+        try:
+            return self._spare_sums.pop()
+        except IndexError:
+            in_block, _ = self._factors_on(_HOST)
+            return HostSums(in_block.numpy().view(np.uint64))
+
+    def _host_multiplier(self, block: int) -> int:
+        """Returns the multiplier of a block."""
+        if block < _NUM_MULTIPLIERS:
+            if self._host_multipliers is None:
+                self._host_multipliers = self._factors_on(_HOST)[1].numpy().view(np.uint64)
+            return int(self._host_multipliers[block])
+        return unsigned(int(multipliers(block, 1, _HOST)[0]))
 
     def _factors_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the weights in a block and the multipliers of blocks, made on the device itself."""
         if device not in self._factors:
-            self._factors[device] = (
-                _odd_factors(_SEED_OF_WEIGHTS, BLOCK_WORDS, device),
-                _odd_factors(_SEED_OF_MULTIPLIERS, _NUM_MULTIPLIERS, device),
-            )
+            self._factors[device] = (weights(device), multipliers(0, _NUM_MULTIPLIERS, device))
         return self._factors[device]
 
 
@@ -152,114 +208,51 @@ def unsigned(digest: int) -> int:
     return digest & _ALL_64
 
 
-def _odd_factors(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Returns numbers ``first`` and following of splitmix64, made odd, as int64."""
-    mixed = torch.arange(first + 1, first + 1 + count, dtype=torch.int64, device=device)
-    mixed.mul_(_signed(_STRIDE))
-    for shift, factor in _STEPS:
-        mixed.bitwise_xor_(_shifted(mixed, shift)).mul_(_signed(factor))
-    return mixed.bitwise_or_(1)
+def _several(
+    tensors: Sequence[torch.Tensor],
+    groups: Iterable[list[int]],
+    together: Callable[[Sequence[torch.Tensor]], _Found],
+    alone: Callable[[torch.Tensor], _Found],
+) -> Iterator[tuple[Sequence[int], _Found | Exception]]:
+    """Yields places and what was found for their tensors."""
+    waiting = list(groups)
+    while waiting:
+        places = waiting.pop()
+        found: _Found | Exception
+        try:
+            found = alone(tensors[places[0]]) if len(places) == 1 else together([tensors[i] for i in places])
+        except Exception as error:  # noqa: BLE001 - one tensor's failure is its own
+            if len(places) > 1:
+                # Each by itself tells whose it is.
+                waiting.extend([place] for place in places)
+                continue
+            found = error
+        yield places, found
 
 
-def _shifted(words: torch.Tensor, shift: int) -> torch.Tensor:
-    """Returns int64 words shifted to the right, with zeros from the left."""
-    return torch.bitwise_right_shift(words, shift).bitwise_and_((1 << (64 - shift)) - 1)
+def _blocks(data: npt.NDArray[np.uint8]) -> Iterator[Words]:
+    """Yields the words of blocks on the host, the last one filled with zeros."""
+    words: Words = data[: len(data) // WORD_BYTES * WORD_BYTES].view(np.uint64)
+    num_whole = len(words)
+    if not words.flags.aligned:
+        # NumPy reads what is not aligned piecemeal.
+        num_whole = 0
+    elif len(data) % WORD_BYTES:
+        num_whole -= num_whole % BLOCK_WORDS
+    for first in range(0, num_whole, BLOCK_WORDS):
+        yield words[first : min(first + BLOCK_WORDS, num_whole)]
+    for first in range(num_whole * WORD_BYTES, len(data), BLOCK_BYTES):
+        part = data[first : first + BLOCK_BYTES]
+        copy = np.zeros(-(-len(part) // WORD_BYTES), np.uint64)
+        copy.view(np.uint8)[: len(part)] = part
+        yield copy
 
 
-def _signed(factor: int) -> int:
-    """Returns the same 64 bits as torch takes them."""
-    return factor - (1 << 64) if factor >> 63 else factor
-
-
-def _host_sum(data: npt.NDArray[np.uint8], scratch: npt.NDArray[np.uint8], weights: _Words) -> int:
-    """Returns the sum of a block of at least one byte; modulo 2^64 only once it is reduced.
-
-    Args:
-        data: All bytes of the block.
-        scratch: As many bytes, and those that fill the last word; aligned to words.
-        weights: Of words.
-    """
-    num_bytes = len(data)
-    num_words = -(-num_bytes // _WORD_BYTES)
-    num_mixed = max(num_bytes - _DISTANCE, 0)
-    np.bitwise_xor(data[:num_mixed], data[_DISTANCE:], out=scratch[:num_mixed])
-    scratch[num_mixed:num_bytes] = data[num_mixed:]
-    scratch[num_bytes : num_words * _WORD_BYTES] = 0
-    words = scratch[: num_words * _WORD_BYTES].view(np.uint64)
-    np.multiply(words, weights[:num_words], out=words)
-    return int(np.add.reduce(words))
-
-
-def _host_multiplier(multipliers: _Words, block: int) -> int:
-    """Returns the multiplier of a block."""
-    if block < len(multipliers):
-        return int(multipliers[block])
-    factor = _odd_factors(_SEED_OF_MULTIPLIERS + block, 1, torch.device("cpu"))
-    return unsigned(int(factor[0]))
-
-
-def _host_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yields the bytes of a tensor on the CPU as `_byte_pieces` does, those of a contiguous one in one piece.
-
-    What is yielded need not be aligned to words; NumPy reads it all the same.
-    """
-    if tensor.is_contiguous() and not tensor.is_conj():
-        yield as_array(_as_integers(tensor).view(-1)).view(np.uint8)
-    else:
-        for piece in _byte_pieces(tensor, piece_bytes):
-            yield as_array(piece)
-
-
-def _device_sums(blocks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Returns the sums of blocks of bytes, one in a row, all but the last word of each whole."""
-    num_bytes = blocks.shape[1]
-    mixed = torch.constant_pad_nd(blocks, (0, -num_bytes % _WORD_BYTES))
-    if num_bytes > _DISTANCE:
-        num_mixed = num_bytes - _DISTANCE
-        mixed.narrow(1, 0, num_mixed).bitwise_xor_(blocks.narrow(1, _DISTANCE, num_mixed))
-    words = mixed.view(torch.int64)
-    return words.mul_(weights.narrow(0, 0, words.shape[1])).sum(1)
-
-
-def _byte_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[torch.Tensor]:
-    """Yields a tensor's bytes in logical order, flat, all pieces but the last of the same whole blocks."""
-    bits = _as_integers(tensor)
-    num_entries = piece_bytes // bits.itemsize
-    if bits.numel() == 0:
-        return
-    if bits.is_contiguous():
-        # A single entry is contiguous whatever its stride, and flat by no view of torch's own.
-        flat = bits.as_strided((bits.numel(),), (1,))
-        yield from flat.view(torch.uint8).split(piece_bytes)
-        return
-    held: list[torch.Tensor] = []
-    num_held = 0
-    for piece in flat_pieces(bits, num_entries):
-        start = 0
-        while start < piece.numel():
-            taken = min(piece.numel() - start, num_entries - num_held)
-            held.append(piece.narrow(0, start, taken))
-            start += taken
-            num_held += taken
-            if num_held == num_entries:
-                yield _joined(held)
-                held.clear()
-                num_held = 0
-    if held:
-        yield _joined(held)
-
-
-def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """Returns flat pieces as one, as bytes."""
-    dense = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    # The last piece may be a single entry, as which it has any stride.
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-
-
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the same bits as integers, whose copies nothing rounds or quiets; it copies nothing."""
-    if tensor.is_conj():
-        tensor = tensor.resolve_conj()
-    if tensor.itemsize not in _BITS_OF:
-        tensor = torch.view_as_real(tensor)
-    return tensor.view(_BITS_OF[tensor.itemsize])
+def _as_device_words(data: torch.Tensor) -> torch.Tensor:
+    """Returns flat bytes on a device as int64 words, the last one filled with zeros."""
+    num_missing = -data.numel() % WORD_BYTES
+    if num_missing:
+        data = torch.constant_pad_nd(data, (0, num_missing))
+    elif data.storage_offset() % WORD_BYTES:
+        data = data.clone()
+    return data.view(torch.int64)

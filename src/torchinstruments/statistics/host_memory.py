@@ -17,7 +17,7 @@ import torch
 
 from torchinstruments.statistics.moments import Array
 
-__all__ = ["NUMPY_DTYPES", "as_array"]
+__all__ = ["NUMPY_DTYPES", "as_array", "as_bytes"]
 
 NUMPY_DTYPES = MappingProxyType(
     {
@@ -63,16 +63,9 @@ def as_array(tensor: torch.Tensor, bits: npt.DTypeLike | None = None) -> Array:
         ValueError: The tensor lies elsewhere, or its memory was freed.
         KeyError: NumPy does not know its dtype, and ``bits`` was not given.
     """
-    if not tensor.is_cpu:
-        raise ValueError(f"a tensor on {tensor.device} has no memory that the host reads")
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
-    address = tensor.data_ptr()
-    if address == 0 and tensor.numel() != 0:
-        raise ValueError("the memory of the tensor was freed")
-    # NumPy's annotations know no ctypes array for the buffer that it is.
-    memory: Any = _Memory.from_address(address)
-    memory.tensor = tensor
+    memory = _memory_of(tensor)
     dtype = NUMPY_DTYPES[tensor.dtype] if bits is None else np.dtype(bits)
     if tensor.is_contiguous():
         return np.frombuffer(memory, dtype, tensor.numel())
@@ -80,3 +73,28 @@ def as_array(tensor: torch.Tensor, bits: npt.DTypeLike | None = None) -> Array:
     strides = tuple([stride * width for stride in tensor.stride()])
     # Of a plain tuple it is made in half the time.
     return np.ndarray(tuple(tensor.shape), dtype, memory, 0, strides)
+
+
+def as_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Returns a tensor's memory as bytes that are to be read only (training thread, hot path).
+
+    Args:
+        tensor: As for `as_array`, contiguous, of any dtype, with no negation or conjugation to be applied.
+
+    Raises:
+        ValueError: The tensor lies elsewhere, or its memory was freed.
+    """
+    return np.frombuffer(_memory_of(tensor), np.uint8, tensor.nbytes)
+
+
+def _memory_of(tensor: torch.Tensor) -> Any:
+    """Returns what lies behind the address of a tensor, and holds the tensor."""
+    if not tensor.is_cpu:
+        raise ValueError(f"a tensor on {tensor.device} has no memory that the host reads")
+    address = tensor.data_ptr()
+    if address == 0 and tensor.numel() != 0:
+        raise ValueError("the memory of the tensor was freed")
+    # NumPy's annotations know no ctypes array for the buffer that it is.
+    memory: Any = _Memory.from_address(address)
+    memory.tensor = tensor
+    return memory

@@ -2,6 +2,7 @@
 
 import warnings
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -240,6 +241,21 @@ def test_a_tensor_that_fails_costs_its_own_row_alone(monkeypatch: pytest.MonkeyP
     assert [(error.probe, error.module, error.type) for error in told] == [
         ("fingerprint", "bias", "MemoryError")
     ]
+
+
+def test_tensors_that_cannot_be_read_together_are_read_alone(monkeypatch: pytest.MonkeyPatch):
+    """No memory for the copy, say: no row is lost, and nothing is told."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    expected, _ = take(model)
+
+    def fails(self: Digester, tensors: Sequence[torch.Tensor]) -> list[int]:
+        raise MemoryError("no room")
+
+    for way in ("_rows_on_host", "_rows_on_device"):
+        monkeypatch.setattr(digests.Digester, way, fails)
+    for host in (frozenset({"cpu"}), frozenset()):
+        monkeypatch.setattr(fingerprints, "_HOST", host)
+        assert take(model) == (expected, [])
 
 
 def test_digests_of_a_device_come_without_sign_and_in_their_places(monkeypatch: pytest.MonkeyPatch):

@@ -1,15 +1,20 @@
 """Digests of bytes: what they tell apart, and that nothing but the bytes decides them."""
 
 import itertools
-import operator
 import struct
-import sys
 
 import numpy as np
 import pytest
 import torch
 
-from torchinstruments.statistics.digests import BLOCK_WORDS, Digester, unsigned
+from torchinstruments.statistics import digests
+from torchinstruments.statistics.digest_sums import BLOCK_WORDS, HALF_WORDS, weights
+from torchinstruments.statistics.digests import (
+    SMALL_BYTES,
+    SMALL_BYTES_ON_DEVICE,
+    Digester,
+    unsigned,
+)
 from torchinstruments.statistics.transfer import DeviceNumbers
 from unit.statistics.accelerator import DEVICE, Accelerator, put
 
@@ -46,16 +51,25 @@ def splitmix(number: int) -> int:
     return (mixed ^ mixed >> 31) | 1
 
 
+def moved(words: list[int], factor: int, num_bytes: int) -> int:
+    """Returns the products of words, one behind the other, moved up in memory, as one number."""
+    products = b"".join((word * factor % 2**64).to_bytes(8, "little") for word in words)
+    return int.from_bytes(products, "little") << 8 * num_bytes
+
+
 def by_definition(data: bytes) -> int:
     """Returns the digest of bytes in the plainest way there is."""
     data = data + bytes(-len(data) % 8)
-    order = "<" if sys.byteorder == "little" else ">"
+    words = [word for (word,) in struct.iter_unpack("<Q", data)]
     total = 0
-    for block in range(-(-len(data) // (8 * BLOCK_WORDS))):
-        of_block = data[8 * BLOCK_WORDS * block :][: 8 * BLOCK_WORDS]
-        mixed = bytes(map(operator.xor, of_block, of_block[3:] + bytes(3)))
-        for index, (word,) in enumerate(struct.iter_unpack(f"{order}Q", mixed)):
-            total += splitmix(index) * splitmix((1 << 40) + block) * word
+    for block in range(-(-len(words) // BLOCK_WORDS)):
+        of_block = words[BLOCK_WORDS * block :][:BLOCK_WORDS]
+        first = moved(of_block[:HALF_WORDS], 0xD6E8FEB86659FD93, 4)
+        second = moved(of_block[HALF_WORDS:], 0xA0761D6478BD642F, 2)
+        mixed = (first ^ second).to_bytes(8 * HALF_WORDS + 8, "little")
+        for index, (word,) in enumerate(struct.iter_unpack("<Q", mixed)):
+            if word:
+                total += splitmix(index) * splitmix((1 << 40) + block) * word
     return total % 2**64
 
 
@@ -142,6 +156,28 @@ def test_any_change_of_one_entry_changes_the_digest(dtype: torch.dtype) -> None:
     assert WHOLE.on_host(tensor) == before
 
 
+@pytest.mark.parametrize("num_words", [2, HALF_WORDS + 3, BLOCK_WORDS + 3])
+def test_any_change_of_a_word_changes_the_digest(num_words: int) -> None:
+    """Of all of its 8 bytes, or of the upper or lower ones alone, at the edges of halves and blocks."""
+    words = some(torch.int64, num_words)
+    before = WHOLE.on_host(words)
+    generator = np.random.default_rng(7)
+    edges = {0, 1, HALF_WORDS - 1, HALF_WORDS, HALF_WORDS + 1, BLOCK_WORDS - 1, BLOCK_WORDS, num_words - 1}
+    for place in sorted(edges & set(range(num_words))):
+        word = words[place].clone()
+        for shift in (0, 16, 32, 48, 63):
+            words[place] = word ^ torch.tensor(int(generator.integers(0, 2**63)) | 1) << shift
+            assert WHOLE.on_host(words) != before
+        words[place] = word
+    assert WHOLE.on_host(words) == before
+
+
+def test_no_two_top_bits_of_a_block_cancel() -> None:
+    """Moved to bit 31 or 15, they leave more of the weights than would have to be equal or opposite."""
+    lower = weights(torch.device("cpu")).numpy() % 2**33
+    assert len(np.unique(np.concatenate((lower, 2**33 - lower)))) == 2 * len(lower) == 2 * (HALF_WORDS + 1)
+
+
 def test_an_exchange_of_two_entries_or_of_blocks_is_seen() -> None:
     """The same numbers at other places are other bytes."""
     tensor = torch.randn(4 * BLOCK_WORDS, generator=torch.Generator().manual_seed(3))
@@ -198,7 +234,10 @@ def test_what_counts_is_the_logical_order(dtype: torch.dtype) -> None:
     expected = by_definition(plain.view(-1).view(torch.uint8).numpy().tobytes())
     wide = torch.cat((plain, plain), dim=2)
     offset = torch.cat((plain.view(-1)[:1], plain.view(-1)))[1:].view(plain.shape)
-    for tensor in (plain, plain.permute(2, 0, 1).contiguous().permute(1, 2, 0), wide[:, :, :401], offset):
+    table = plain.view(1203, 300)
+    turned = table.t().contiguous().t()
+    others = (plain.permute(2, 0, 1).contiguous().permute(1, 2, 0), wide[:, :, :401], offset)
+    for tensor in (plain, *others, turned):
         for digester in (WHOLE, SMALLEST, Digester(2**22)):
             assert digester.on_host(tensor) == expected
             assert on_device(tensor, digester) == expected
@@ -226,6 +265,73 @@ def test_a_single_entry_has_its_digest_whatever_its_stride(dtype: torch.dtype) -
     assert SMALLEST.on_host(strided) == on_device(strided, SMALLEST) == expected
 
 
+EDGES = (
+    *(1, 3, 4, 7, 8, 9, 16, 4093),
+    *(SMALL_BYTES + by for by in (-8, 0, 4)),
+    *(SMALL_BYTES_ON_DEVICE + by for by in (-8, 0, 9)),
+)
+"""Sizes in bytes of which several tensors are digested together, and of some that are not."""
+
+
+def together(tensors: list[torch.Tensor], digester: Digester = WHOLE) -> list[int]:
+    """Returns the digests of several tensors on the host, which have to be those that devices give."""
+    on_host: dict[int, int] = {}
+    for places, found in digester.several_on_host(tensors):
+        assert not isinstance(found, Exception)
+        on_host |= zip(places, found, strict=True)
+    as_on_device: dict[int, int] = {}
+    for places, there in digester.several_on_device(tensors):
+        assert not isinstance(there, Exception)
+        as_on_device |= zip(places, map(unsigned, there.reshape(-1).tolist()), strict=True)
+    assert on_host == as_on_device
+    return [on_host[place] for place in range(len(tensors))]
+
+
+@pytest.mark.parametrize("digester", [WHOLE, SMALLEST], ids=["roomy", "narrow"])
+def test_tensors_that_are_read_together_have_the_digests_that_they_have_alone(digester: Digester) -> None:
+    """Of all sizes and dtypes, several of each, in any order and layout."""
+    tensors = [random_bytes(count, seed) for count in EDGES for seed in range(3)]
+    for dtype in DTYPES:
+        tensors += [some(dtype, 5, 7), some(dtype, 5, 7).t(), some(dtype, 3, 4), some(dtype, 4, 3).t()]
+        tensors += [some(dtype, 0), some(dtype, 0), some(dtype, 1)[0], some(dtype, 1)[0], some(dtype, 9)[2:]]
+    tensors += [some(torch.complex64, 4).conj(), some(torch.complex64, 4), torch.empty(0), torch.empty(0, 2)]
+    tensors += [torch.tensor([0x7F800001, 1, 0x7FC00001], dtype=torch.int32).view(torch.float32)] * 2
+    tensors = tensors[::2] + tensors[1::2]
+    alone = [
+        by_definition(one.contiguous().resolve_conj().view(-1).view(torch.uint8).numpy().tobytes())
+        for one in tensors
+    ]
+    assert together(tensors, digester) == alone
+    assert [digester.on_host(one) for one in tensors] == alone
+
+
+@pytest.mark.parametrize("count", [*EDGES, 8 * BLOCK_WORDS + 5])
+def test_a_bit_at_any_place_of_a_tensor_is_seen_whatever_its_size_and_company(count: int) -> None:
+    """In what is read together and in what is read alone, at each byte near an edge and at some others."""
+    data = random_bytes(count)
+    same = data.clone()
+    before, expected = together([data, same])
+    assert before == expected
+    near = [edge + by for edge in (0, 8 * HALF_WORDS, 8 * BLOCK_WORDS, count) for by in range(-10, 11)]
+    near += np.random.default_rng(5).integers(0, count, 10).tolist()
+    for place in sorted({place for place in near if 0 <= place < count}):
+        bit = 1 << place % 8
+        data[place] ^= bit
+        changed, unchanged = together([data, same])
+        assert changed != before
+        assert unchanged == before
+        data[place] ^= bit
+
+
+def test_a_tensor_that_fails_among_others_fails_alone() -> None:
+    """The others of its group are read one by one."""
+    tensors = [torch.ones(3), torch.ones(3, device="meta"), torch.zeros(3)]
+    digester = Digester()
+    found = {place: of_them for places, of_them in digester.several_on_host(tensors) for place in places}
+    assert isinstance(found.pop(1), ValueError)
+    assert found == {0: [digester.on_host(tensors[0])], 2: [0]}
+
+
 def test_the_number_of_threads_has_no_part_in_it() -> None:
     """Sums of integers do not depend on how they are split."""
     tensor = torch.randn(1_000_003, generator=torch.Generator().manual_seed(3))
@@ -244,7 +350,7 @@ def test_blocks_beyond_the_kept_multipliers_have_their_own(monkeypatch: pytest.M
     """They are made when they are needed, and are the same."""
     data = random_bytes(5 * 8 * BLOCK_WORDS + 11)
     expected = WHOLE.on_host(data)
-    monkeypatch.setattr("torchinstruments.statistics.digests._NUM_MULTIPLIERS", 2)
+    monkeypatch.setattr(digests, "_NUM_MULTIPLIERS", 2)
     for scratch in (1, 2**28):
         assert Digester(scratch).on_host(data) == on_device(data, Digester(scratch)) == expected
 
@@ -253,22 +359,31 @@ def test_blocks_beyond_the_kept_multipliers_have_their_own(monkeypatch: pytest.M
 def test_a_device_gives_the_digests_of_the_host_without_a_wait(dtype: torch.dtype) -> None:
     """Nothing is read where they are computed, and one copy brings them all, bit for bit."""
     tensors = [some(dtype, 3), some(dtype, 300, 401), some(dtype, 400, 300).t(), some(dtype, 0, 4)]
-    tensors += [some(dtype, count) for count in range(20)]
+    tensors += [some(dtype, count) for count in range(20)] * 2
     digester = Digester(2**20)
     numbers = DeviceNumbers(DEVICE, torch.int64)
     with Accelerator():
         on_it = [put(tensor) for tensor in tensors]
         places = [numbers.add(digester.on_device(tensor)) for tensor in on_it]
+        several: dict[int, int] = {}
+        for of_them, there in digester.several_on_device(on_it):
+            assert isinstance(there, torch.Tensor)
+            several |= zip(of_them, itertools.count(numbers.add(there).start))
         numbers.send()
         assert Accelerator.num_host_copies == 0
         found = [unsigned(int(numbers.read(place)[0])) for place in places]
+        in_turn = [numbers.read(slice(several[i], several[i] + 1))[0] for i in range(len(on_it))]
         assert Accelerator.num_host_copies == 1
-    assert found == [WHOLE.on_host(tensor) for tensor in tensors]
+    assert (
+        found
+        == [unsigned(int(number)) for number in in_turn]
+        == [WHOLE.on_host(tensor) for tensor in tensors]
+    )
     assert any(digest >= 2**63 for digest in found)
 
 
 def test_scratch_is_bounded() -> None:
-    """A piece is a quarter of the bound at most, of contiguous tensors and of those that are gathered."""
+    """A piece is a quarter of the bound at most, also where tensors are gathered or read together."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
@@ -286,7 +401,8 @@ def test_scratch_is_bounded() -> None:
     tensor = torch.randn(3000, 1001)
     digester = Digester(4 * 2**20)
     WHOLE.on_host(tensor), digester.on_device(tensor[:1])
-    for one in (tensor, tensor.t().contiguous().t()):
+    small = list(torch.randn(200, 8000))
+    for tensors in ([tensor], [tensor.t().contiguous().t()], small):
         with Largest():
-            digester.on_device(one)
+            list(digester.several_on_device(tensors))
     assert 0 < Largest.num_bytes <= 2**20

@@ -173,7 +173,7 @@ MARKING = frozenset(
 )
 OWN_BUFFERS = {
     "checks/reading": {"flat.cpu().double().numpy()"},
-    "statistics/digests": {"weights.numpy()", "multipliers.numpy()"},
+    "statistics/digests": {"in_block.numpy()", "self._factors_on(_HOST)[1].numpy()"},
     "statistics/packing": {"self._memory.numpy()"},
     "statistics/ways": {"torch.from_numpy(scattered(_NUM_TRIED).astype(np.float32))"},
     "statistics/ordered": {
