@@ -352,6 +352,8 @@ def _collect(entries: Array, brackets: Sequence[_Bracket]) -> Array | None:
                 if comparison in telling:
                     is_odd = np.not_equal(is_odd, other, out=mask)
             if is_any_wide:
+                if not telling:
+                    np.copyto(mask, is_odd)
                 collected.append(piece.take(_places(inside, piece.size)))
                 num_collected += collected[-1].size
                 if num_collected > entries.size // 2:
@@ -365,7 +367,8 @@ def _collect(entries: Array, brackets: Sequence[_Bracket]) -> Array | None:
 def _telling(brackets: Sequence[_Bracket]) -> set[_Comparison]:
     """Returns comparisons of which an odd number is true for what is inside of a bracket.
 
-    Those of the parity are taken as made: what it has beside the ends of brackets is to be undone.
+    Those of the parity are taken as made: what it has beside the ends of brackets is to be undone. None are
+    left where it has just these ends.
     """
     parity = brackets[0].parity
     telling = set() if parity is None else set(parity.comparisons)

@@ -166,6 +166,21 @@ def test_zeros_that_were_met_are_all_zeros(kind: str, shift: int) -> None:
         assert found.num_zero is not None
 
 
+def test_brackets_whose_ends_were_all_counted_hold_what_is_between_them() -> None:
+    """No further comparison tells what is inside. It happens where many entries share the values of ranks."""
+    entries = np.tile(np.arange(10, dtype=np.float32), 20)
+    ends = selection._Ends(entries, np.empty(entries.size, np.bool_))
+    parity = ends.count(np.less_equal, [np.float32(3), np.float32(8)])
+    constant = selection._Bracket(entries[3], entries[3], (70,), entries[3:4], 0, entries[3], 80)
+    wide = selection._Bracket(
+        entries[3], entries[8], (100,), entries[3:9], 5, entries[8], 180, np.less_equal, parity
+    )
+    constant.parity = parity
+    inside = selection._collect(entries, [constant, wide])
+    assert inside is not None
+    assert np.sort(inside).tolist() == np.repeat(np.arange(4.0, 9.0), 20).tolist()
+
+
 def test_zeros_of_both_signs_are_equal() -> None:
     """Neither is below the other."""
     entries = np.tile(np.array([0.0, -0.0, 1.0, -0.0]), 10_000)
