@@ -91,17 +91,22 @@ def _selected(
         return None
     nearby = _with_codes(entries, codes, list(by_code))
     by_rank: dict[int, np.number[Any]] = {}
+    missed: dict[int, int] = {}
     num_before = 0
     for code, shared in by_code.items():
         number, start = int(counts[code]), int(up_to[code] - counts[code])
-        places = [rank - start + num_before for rank in shared]
+        places = {rank - start + num_before: rank for rank in shared}
         low = max(grid.anchor + code * grid.width, float(ends[0]))
         high = min(grid.anchor + (code + 1) * grid.width, float(ends[1]))
-        found = interpolated(nearby, places, low, high, num_before, number)
+        found = interpolated(nearby, list(places), low, high, num_before, number)
         if found is None:
-            found = select(nearby, places, *ends).by_rank
-        by_rank |= {rank: found[place] for rank, place in zip(shared, places, strict=True)}
+            missed |= places
+        else:
+            by_rank |= {places[place]: entry for place, entry in found.items()}
         num_before += number
+    if missed:
+        found = select(nearby, missed, *ends).by_rank
+        by_rank |= {missed[place]: entry for place, entry in found.items()}
     zero = int(grid.edges.searchsorted(0.0, "right"))
     num_zero = 0 if counts[zero] == 0 else None
     if zero in by_code:

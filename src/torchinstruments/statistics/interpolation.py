@@ -14,6 +14,9 @@ from torchinstruments.statistics.moments import Array
 
 __all__ = ["interpolated"]
 
+_MAX_ENTRIES = 1 << 16
+"""Of more entries it costs less to draw a sample than to look at all for each value."""
+
 _MAX_SORTED = 4096
 """Entries that are put in order at most."""
 
@@ -24,7 +27,7 @@ _UNEVENNESS = 0.01
 def interpolated(
     entries: Array, ranks: Sequence[int], low: float, high: float, num_before: int, number: int
 ) -> dict[int, np.number[Any]] | None:
-    """Returns the entries with these ranks; None where they are not where they were guessed to be.
+    """Returns the entries with these ranks; None where a guess missed, and of too many entries.
 
     Args:
         entries: Flat and finite, of a dtype that NumPy knows.
@@ -34,7 +37,7 @@ def interpolated(
         num_before: How many entries are below the two values.
         number: How many are between them; at least one.
     """
-    if entries.dtype.kind != "f" and entries.dtype.itemsize == 8:
+    if entries.size > _MAX_ENTRIES or (entries.dtype.kind != "f" and entries.dtype.itemsize == 8):
         return None
     # The deviation of a rank among evenly drawn ones is at most half of this root.
     margin = 2.0 / math.sqrt(number) + _UNEVENNESS

@@ -35,10 +35,11 @@ def test_a_guess_that_missed_is_none(rank: int) -> None:
     assert interpolated(entries**3, [rank], 0.0, 1e18, 0, SIZE) is None
 
 
-def test_no_more_than_a_few_are_put_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many entries of the value that was guessed are left to a selection."""
+@pytest.mark.parametrize("bound", ["_MAX_SORTED", "_MAX_ENTRIES"])
+def test_no_more_than_a_few_are_put_in_order(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many entries, and many of the value that was guessed, are left to a selection."""
     entries = even("float64")[:SIZE]
-    monkeypatch.setattr(module, "_MAX_SORTED", 10)
+    monkeypatch.setattr(module, bound, 10)
     assert interpolated(entries, [SIZE // 2], 0.0, 1e6, 0, SIZE) is None
 
 
