@@ -21,7 +21,7 @@ from torchinstruments.statistics.counted_bins import (
 )
 from torchinstruments.statistics.interpolation import interpolated
 from torchinstruments.statistics.moments import Array
-from torchinstruments.statistics.selection import Selection, places_of_true, room_for_places, select
+from torchinstruments.statistics.selection import Selection, entries_of_true, room_for_mask, select
 from torchinstruments.statistics.spare import borrowed
 
 __all__ = ["select_among_bins"]
@@ -117,7 +117,7 @@ def _selected(
 def _with_codes(entries: Array, codes: Array, chosen: Sequence[int]) -> Array:
     """Returns the entries that have one of the chosen codes."""
     collected: list[Array] = []
-    room = room_for_places(min(BLOCK, entries.size))
+    room = room_for_mask(min(BLOCK, entries.size))
     with borrowed(2 * room) as memory:
         inside, equal = memory.view(np.bool_).reshape(2, room)
         for start in range(0, entries.size, BLOCK):
@@ -126,5 +126,5 @@ def _with_codes(entries: Array, codes: Array, chosen: Sequence[int]) -> Array:
             np.equal(found, np.uint8(chosen[0]), out=mask)
             for code in chosen[1:]:
                 np.logical_or(mask, np.equal(found, np.uint8(code), out=other), out=mask)
-            collected.append(entries[start : start + BLOCK].take(places_of_true(inside, found.size)))
+            collected.append(entries_of_true(entries[start : start + BLOCK], inside))
     return np.concatenate(collected)

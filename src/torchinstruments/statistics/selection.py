@@ -23,7 +23,7 @@ from torchinstruments.statistics.interpolation import interpolated
 from torchinstruments.statistics.moments import Array
 from torchinstruments.statistics.spare import SPARE_BYTES, borrowed
 
-__all__ = ["Selection", "count_true", "places_of_true", "room_for_places", "scattered", "select"]
+__all__ = ["Selection", "count_true", "entries_of_true", "room_for_mask", "scattered", "select"]
 
 _SAMPLE = 8192
 """Entries of a sample at most."""
@@ -381,7 +381,7 @@ def _collect(entries: Array, brackets: Sequence[_Bracket]) -> Array | None:
     is_any_wide = any(bracket.is_wide for bracket in brackets)
     telling = _telling(brackets) if is_any_wide else set[_Comparison]()
     comparisons = telling.union(numbers)
-    room = room_for_places(min(_PIECE, entries.size))
+    room = room_for_mask(min(_PIECE, entries.size))
     with borrowed(2 * room) as memory:
         inside, compared = memory.view(np.bool_).reshape(2, room)
         for start in range(0, entries.size, _PIECE):
@@ -398,7 +398,7 @@ def _collect(entries: Array, brackets: Sequence[_Bracket]) -> Array | None:
             if is_any_wide:
                 if not telling:
                     np.copyto(mask, is_odd)
-                collected.append(piece.take(places_of_true(inside, piece.size)))
+                collected.append(entries_of_true(piece, inside))
                 num_collected += collected[-1].size
                 if num_collected > entries.size // 2:
                     return None
@@ -463,30 +463,33 @@ def _locate(
     return places, values
 
 
-def room_for_places(size: int) -> int:
-    """Returns how large a mask of so many entries must be for `places_of_true`, which appends to it."""
+def room_for_mask(size: int) -> int:
+    """Returns how large a mask of so many entries must be for `entries_of_true`, which appends to it."""
     return size * 9 // 64 * 8 + 16
 
 
-def places_of_true(mask: Array, size: int) -> Array:
-    """Returns where the first entries of a mask are true; the others are overwritten.
+def entries_of_true(entries: Array, mask: Array) -> Array:
+    """Returns the entries for which a mask is true; what it has behind them is overwritten.
 
-    They are looked for eight at a time first, unless there are so many that this rules out little. NumPy
-    looks for true ones without a branch only where they are more than a tenth, and otherwise jumps from one
-    to the next, though no processor foresees where they stand: true ones are appended until it does not.
+    Eight are looked at together first, and those of which none is wanted are left out, unless there are so
+    few that this rules out little. NumPy looks for true ones without a branch only where they are more than a
+    tenth, and otherwise jumps from one to the next, though no processor foresees where they stand: true ones
+    are appended until it does not.
     """
-    mask[size : size + 8] = False
-    eights = mask[: (size + 7) // 8 * 8].view(np.uint64)
+    size = entries.size
+    whole = size - size % 8
+    eights = mask[:whole].view(np.uint64)
     is_any = eights != 0
     if np.count_nonzero(is_any) * 2 < is_any.size:
         chosen = np.flatnonzero(is_any)
-        found = np.flatnonzero(eights.take(chosen).view(np.bool_))
-        return (chosen.take(found >> 3) << 3) + (found & 7)
+        near = entries[:whole].reshape(-1, 8).take(chosen, axis=0).reshape(-1)
+        found = near.take(np.flatnonzero(eights.take(chosen).view(np.bool_)))
+        return found if size == whole else np.concatenate((found, entries[whole:][mask[whole:size]]))
     number = int(np.count_nonzero(mask[:size]))
     if number * 10 > size:
-        return np.flatnonzero(mask[:size])
+        return entries.take(np.flatnonzero(mask[:size]))
     mask[size:] = True
-    return np.flatnonzero(mask[: size * 9 // 8 + 1])[:number]
+    return entries.take(np.flatnonzero(mask[: size * 9 // 8 + 1])[:number])
 
 
 def _in_place(entries: Array, asked: Mapping[int, int]) -> dict[int, np.number[Any]]:
