@@ -84,7 +84,7 @@ class SelectedEntries:
         before, last = self._num_before, self._num_finite - 1
         inner = [rank for rank in ranks if 0 < rank < last]
         selection: Selection | None = None
-        if self._rule is not None and inner:
+        if self._rule is not None and inner and self._low < self._high:
             selection = self._among_bins(sorted(set(inner)), self._rule)
         if selection is None:
             selection = select(self._entries, [rank + before for rank in inner], self._low, self._high)
