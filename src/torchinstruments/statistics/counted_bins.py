@@ -13,13 +13,17 @@ from typing import Any
 import numpy as np
 
 from torchinstruments.statistics.bins import sorted_counts, thresholds
-from torchinstruments.statistics.moments import CHUNK, Array, aligned_floats
+from torchinstruments.statistics.moments import CHUNK, Array
 from torchinstruments.statistics.ordered import MAX_NARROW_COUNT, count_codes
 from torchinstruments.statistics.selection import count_true
+from torchinstruments.statistics.spare import borrowed
 
-__all__ = ["counted_bins"]
+__all__ = ["BLOCK", "MAX_EDGES", "Grid", "code_counts", "counted_bins", "grid_of", "is_held", "with_ends"]
 
-_MAX_EDGES = 253
+BLOCK = 4 * CHUNK
+"""Entries whose codes are counted at a time."""
+
+MAX_EDGES = 253
 """Edges whose numbers fit a byte, with one below and one above."""
 
 _MAX_RATIO = 2.0**26
@@ -28,9 +32,30 @@ _MAX_RATIO = 2.0**26
 _NEAR = 1e-6
 """Share of a bin within which the side of an edge is decided by a comparison."""
 
-
 _SCALE = 1.0 + 2.0**-50
 """An entry of float32 that lies on an edge does not fall short of it by rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Edges that entries are placed among. The code of an entry is the number of them that are not above it.
+
+    Attributes:
+        edges: float64, evenly spaced; the first one lies a bin above the anchor.
+        anchor: Place 0.
+        width: Of a bin.
+        is_inside: Whether all entries lie between the anchor and a bin above the last edge.
+    """
+
+    edges: Array
+    anchor: float
+    width: float
+    is_inside: bool
+
+    @property
+    def num_codes(self) -> int:
+        """Codes that can occur; rounding may put the highest entry behind the last bin."""
+        return self.edges.size + 2
 
 
 def counted_bins(entries: Array, edges: Array, low: float, high: float) -> Array | None:
@@ -47,19 +72,37 @@ def counted_bins(entries: Array, edges: Array, low: float, high: float) -> Array
         for edges that are not evenly spaced, and for bins too narrow beside the size of the entries, or too
         wide for float64.
     """
-    if entries.dtype.kind != "f" and entries.dtype.itemsize == 8:
+    if not is_held(entries.dtype):
         return None
     if low == high:
         return sorted_counts(entries[:1], edges) * entries.size
-    width = (float(edges[-1]) - float(edges[0])) / (edges.size - 1)
-    if edges.size > _MAX_EDGES or not _is_ordinary(edges, width):
+    grid = grid_of(edges, low, high)
+    if grid is None:
         return None
-    last = entries.size if high <= edges[-1] else _at_most(entries, float(edges[-1]))
+    with borrowed(min(BLOCK, entries.size)) as codes:
+        counts = code_counts(entries, grid, codes)
+    return with_ends(entries, edges, high, grid, counts.cumsum()[: grid.edges.size])
+
+
+def is_held(dtype: np.dtype[Any]) -> bool:
+    """Returns whether float64 holds every entry of a dtype."""
+    return dtype.kind == "f" or dtype.itemsize < 8
+
+
+def grid_of(edges: Array, low: float, high: float) -> Grid | None:
+    """Returns where to place entries between two ends; None where places are not right to `_NEAR`."""
+    width = (float(edges[-1]) - float(edges[0])) / (edges.size - 1)
+    if edges.size > MAX_EDGES or not _is_ordinary(edges, width):
+        return None
     if low >= edges[0] and high <= edges[-1]:
-        below = _below(entries, edges[1:-1], float(edges[0]), width, is_inside=True)
-        return np.concatenate((np.zeros(1, np.int64), below, np.array([last])))
-    below = _below(entries, edges[:-1], float(edges[0]) - width, width, is_inside=False)
-    return np.append(below, last)
+        return Grid(edges[1:-1], float(edges[0]), width, is_inside=True)
+    return Grid(edges[:-1], float(edges[0]) - width, width, is_inside=False)
+
+
+def with_ends(entries: Array, edges: Array, high: float, grid: Grid, below: Array) -> Array:
+    """Returns the counts below all edges from those below the edges between the ends."""
+    last = entries.size if high <= edges[-1] else _at_most(entries, float(edges[-1]))
+    return np.concatenate((np.zeros(int(grid.is_inside), np.int64), below, np.array([last])))
 
 
 def _is_ordinary(edges: Array, width: float) -> bool:
@@ -78,46 +121,64 @@ def _at_most(entries: Array, edge: float) -> int:
     return count_true(entries, np.less, value)
 
 
-def _below(entries: Array, edges: Array, anchor: float, width: float, *, is_inside: bool) -> Array:
-    """Returns how many entries stand below each edge.
+def code_counts(entries: Array, grid: Grid, codes: Array) -> Array:
+    """Returns how many entries have each code.
 
     Args:
         entries: Flat and finite.
-        edges: float64, evenly spaced; the first one lies a bin above the anchor.
-        anchor: Place 0.
-        width: Of a bin.
-        is_inside: Whether all entries lie between the anchor and a bin above the last edge.
+        grid: Where to place them.
+        codes: Takes the codes of a block, or of all entries if it is as large.
     """
-    num_codes = edges.size + 2
-    places = _Places(anchor, _SCALE / width, math.inf if is_inside else edges.size + 0.5)
-    is_sure = places.tell_sides(edges, entries.dtype)
-    # The code of an entry is the number of edges that are not above it; two neighbours are counted at once.
-    table = np.zeros(num_codes << 8, dtype=np.int32 if entries.size < MAX_NARROW_COUNT else np.int64)
-    singles = np.zeros(num_codes, dtype=np.int64)
-    next_edge = np.concatenate((edges, np.full(2, np.inf)))
-    memory = aligned_floats(min(CHUNK, entries.size))
-    codes_memory = np.empty((2, memory.size), dtype=np.uint8)
-    for start in range(0, entries.size, CHUNK):
-        piece = entries[start : start + CHUNK]
-        found = places.of(piece, memory[: piece.size])
-        codes, above = codes_memory[:, : piece.size]
-        if is_sure:
+    places = _Places(grid.anchor, _SCALE / grid.width, math.inf if grid.is_inside else grid.edges.size + 0.5)
+    coder = _Coder(grid, places, is_sure=places.tell_sides(grid.edges, entries.dtype))
+    # Two neighbours are counted at once.
+    table = np.zeros(grid.num_codes << 8, dtype=np.int32 if entries.size < MAX_NARROW_COUNT else np.int64)
+    singles = np.zeros(grid.num_codes, dtype=np.int64)
+    with borrowed(9 * min(CHUNK, entries.size)) as memory:
+        for start in range(0, entries.size, BLOCK):
+            block = entries[start : start + BLOCK]
+            found = codes[start if codes.size >= entries.size else 0 :][: block.size]
+            for first in range(0, block.size, CHUNK):
+                coder.code(block[first : first + CHUNK], found[first : first + CHUNK], memory)
+            num_paired = block.size - block.size % 2
+            count_codes(table, found[:num_paired].view(np.uint16))
+            if num_paired < block.size:
+                singles[found[-1]] += 1
+    by_pair = table.reshape(grid.num_codes, 256)
+    # What holds the counts of pairs holds their sums: without another dtype there is no copy.
+    left, right = [np.add.reduce(by_pair, axis=axis, dtype=table.dtype) for axis in (1, 0)]
+    return singles + left + right[: grid.num_codes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Coder:
+    """Finds the codes of entries.
+
+    Attributes:
+        grid: The edges.
+        places: Where entries stand among them.
+        is_sure: Whether each entry comes out on its own side of each edge.
+    """
+
+    grid: Grid
+    places: "_Places"
+    is_sure: bool
+
+    def code(self, piece: Array, codes: Array, memory: Array) -> None:
+        """Writes the codes of a piece; the memory has nine bytes for each entry."""
+        found = self.places.of(piece, memory[: 8 * piece.size].view(np.float64))
+        if self.is_sure:
             np.copyto(codes, found, casting="unsafe")
-        else:
-            found -= _NEAR
-            np.copyto(codes, found, casting="unsafe")
-            found += 2 * _NEAR
-            np.copyto(above, found, casting="unsafe")
-            unsure = np.flatnonzero(codes != above)
-            if unsure.size:
-                codes[unsure] += piece[unsure].astype(np.float64) >= next_edge[codes[unsure]]
-        num_paired = piece.size - piece.size % 2
-        count_codes(table, codes[:num_paired].view(np.uint16))
-        if num_paired < piece.size:
-            singles[codes[-1]] += 1
-    by_pair = table.reshape(num_codes, 256)
-    counts = by_pair.sum(axis=1) + by_pair.sum(axis=0)[:num_codes] + singles
-    return counts.cumsum()[: edges.size]
+            return
+        above = memory[8 * piece.size : 9 * piece.size]
+        found -= _NEAR
+        np.copyto(codes, found, casting="unsafe")
+        found += 2 * _NEAR
+        np.copyto(above, found, casting="unsafe")
+        unsure = np.flatnonzero(codes != above)
+        if unsure.size:
+            next_edge = np.concatenate((self.grid.edges, np.full(2, np.inf)))
+            codes[unsure] += piece[unsure].astype(np.float64) >= next_edge[codes[unsure]]
 
 
 @dataclass(frozen=True, slots=True)

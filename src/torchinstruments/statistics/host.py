@@ -41,12 +41,12 @@ def measure_on_host(
     with np.errstate(all="ignore"):
         if not (is_ordered or rules) and distinct.dtype.itemsize >= 4:
             return Measured(_unordered(distinct, repeats))
-        ordered = _ordered(distinct, max_scratch_bytes)
+        ordered = _ordered(distinct, max_scratch_bytes, rules)
         facts = _facts(ordered, distinct.numel(), repeats)
         return Measured(facts, _binned(ordered, facts, repeats, rules))
 
 
-def _ordered(tensor: torch.Tensor, max_scratch_bytes: int) -> OrderedEntries:
+def _ordered(tensor: torch.Tensor, max_scratch_bytes: int, rules: Sequence[BinRule] = ()) -> OrderedEntries:
     """Returns the finite entries in order, in the form that is cheapest for this dtype and size."""
     bytes_each = tensor.dtype.itemsize
     copy_bytes = tensor.numel() * sortable_dtype(tensor.dtype).itemsize
@@ -54,7 +54,7 @@ def _ordered(tensor: torch.Tensor, max_scratch_bytes: int) -> OrderedEntries:
     if bytes_each == 1 or (bytes_each == 2 and (tensor.numel() >= _COUNT_16_BIT_FROM or not fits)):
         return count_entries(tensor)
     if bytes_each >= 4 and 2 * copy_bytes <= max_scratch_bytes and prefers_selection(tensor.numel()):
-        return SelectedEntries(tensor)
+        return SelectedEntries(tensor, rules[0] if rules else None)
     return sort_entries(tensor) if fits else ScannedEntries(tensor)
 
 

@@ -88,18 +88,23 @@ def moments(pieces: Iterable[Array], num_entries: int, *, low: float, high: floa
         pivot: A number near the middle, such as the median; a whole number where the dtype is one.
     """
     exponent = 0 if isinstance(low, int) else exponent_of(max(abs(low), abs(high)))
+    is_plain = exponent == 0 and pivot == 0.0 and isinstance(low, float)
     sums: list[float] = []
     squares: list[float] = []
+    total_of, multiply, copy = np.add.reduce, np.multiply, np.copyto
     with borrowed(8 * min(CHUNK, num_entries)) as block:
         memory = block.view(np.float64)
         for piece in pieces:
             if piece.size > memory.size:
                 memory = aligned_floats(piece.size)
             shifted = memory[: piece.size]
-            _shift(piece, shifted, low, pivot, exponent)
-            sums.append(float(np.add.reduce(shifted)))
-            np.multiply(shifted, shifted, out=shifted)
-            squares.append(float(np.add.reduce(shifted)))
+            if is_plain:
+                copy(shifted, piece)
+            else:
+                _shift(piece, shifted, low, pivot, exponent)
+            sums.append(total_of(shifted))
+            multiply(shifted, shifted, shifted)
+            squares.append(total_of(shifted))
     scaled_pivot = math.ldexp(pivot, -exponent) if exponent else float(pivot)
     return resolve(math.fsum(sums), math.fsum(squares), num_entries, scaled_pivot, exponent)
 

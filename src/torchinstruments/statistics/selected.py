@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchinstruments.statistics.bins import sorted_counts
+from torchinstruments.statistics.binned_selection import select_among_bins
+from torchinstruments.statistics.bins import Binned, BinRule, bin_edges, float_ends, sorted_counts
 from torchinstruments.statistics.counted_bins import counted_bins
 from torchinstruments.statistics.host_memory import NUMPY_DTYPES, as_array
 from torchinstruments.statistics.moments import CHUNK, Array, Moments, moments
 from torchinstruments.statistics.pieces import finite_pieces, replaced, replaced_pieces
-from torchinstruments.statistics.selection import count_true, select
+from torchinstruments.statistics.selection import Selection, count_true, select
 
 __all__ = ["SelectedEntries"]
 
@@ -29,10 +30,13 @@ class SelectedEntries:
             change while this object is in use. Peak scratch is a third of a copy for nearly all data, and
             one copy for the worst; one more where the tensor does not lie densely in memory, and for the
             histogram of one that has entries that are not finite.
+        rule: A histogram that will be asked for. Its bins tell where single ranks are.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, rule: BinRule | None = None) -> None:
         self._tensor = tensor
+        self._rule = rule
+        self._binned: Binned | None = None
         self._entries = as_array(tensor.view(-1)) if tensor.is_contiguous() else _finite_copy(tensor)
         self._num_finite, self._num_before = self._entries.size, 0
         self._num_zero: int | None = None
@@ -78,19 +82,42 @@ class SelectedEntries:
     def at(self, ranks: Sequence[int]) -> list[float]:
         """Returns the finite entries with these ranks."""
         before, last = self._num_before, self._num_finite - 1
-        inner = [rank + before for rank in ranks if 0 < rank < last]
-        selection = select(self._entries, inner, self._low, self._high)
+        inner = [rank for rank in ranks if 0 < rank < last]
+        selection: Selection | None = None
+        if self._rule is not None and inner and self._low < self._high:
+            selection = self._among_bins(sorted(set(inner)), self._rule)
+        if selection is None:
+            selection = select(self._entries, [rank + before for rank in inner], self._low, self._high)
+        else:
+            before = 0
         self._num_zero = selection.num_zero
         found: dict[int, Any] = {before: self._low, before + last: self._high, **selection.by_rank}
         # Which of the two zeros a sort puts first is chance.
         return [found[rank + before].item() + 0 for rank in ranks]
 
+    def _among_bins(self, ranks: Sequence[int], rule: BinRule) -> Selection | None:
+        """Counts a histogram and selects among the finite entries; None where its bins do not help."""
+        ends: list[Any] = [self._low.item(), self._high.item()]
+        low, high = float_ends(*ends)
+        edges = bin_edges(rule, np.array([low]), np.array([high]))[0]
+        found = select_among_bins(self._finite_entries(), edges, self._low, self._high, ranks)
+        if found is None:
+            return None
+        up_to, selection = found
+        self._binned = Binned(edges, up_to)
+        return selection
+
     def up_to_edges(self, edges: Array) -> Array:
         """Returns how many finite entries stand below each edge, at or below the last one."""
-        is_finite = self._num_finite == self._entries.size
-        entries = self._entries if is_finite else _finite_copy(self._tensor)
+        if self._binned is not None and np.array_equal(edges, self._binned.edges):
+            return self._binned.up_to
+        entries = self._finite_entries()
         counts = counted_bins(entries, edges, float(self._low), float(self._high))
         return sorted_counts(np.sort(entries), edges) if counts is None else counts
+
+    def _finite_entries(self) -> Array:
+        """Returns the finite entries, a copy where there are others."""
+        return self._entries if self._num_finite == self._entries.size else _finite_copy(self._tensor)
 
     def moments(self, low: float, high: float, pivot: float) -> Moments:
         """Returns the moments."""

@@ -3,8 +3,9 @@
 A spread-out sample says between which two entries a rank most likely lies. Where that would still be many
 entries, one pass counts how many are not above the likeliest entry, which says on which side of it the rank
 lies and how far off. A pass then collects what lies between; the counts prove whether the rank is there. What
-was collected is treated in the same way, until it is little enough. A sample that misled costs time, never a
-wrong number. This is the algorithm SELECT of Floyd and Rivest (1975), with several ranks sharing a pass.
+was collected is treated in the same way, until it is little enough or the ranks are where they are guessed to
+be. A sample that misled costs time, never a wrong number. This is the algorithm SELECT of Floyd and Rivest
+(1975), with several ranks sharing a pass.
 
 It needs comparisons and counts alone, which are fast on every processor.
 """
@@ -12,18 +13,26 @@ It needs comparisons and counts alone, which are fast on every processor.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from torchinstruments.statistics.interpolation import interpolated
 from torchinstruments.statistics.moments import Array
 from torchinstruments.statistics.spare import SPARE_BYTES, borrowed
 
-__all__ = ["Selection", "count_true", "scattered", "select"]
+__all__ = ["Selection", "count_true", "entries_of_true", "room_for_mask", "scattered", "select"]
 
 _SAMPLE = 8192
 """Entries of a sample at most."""
+
+_ROW_BYTES = 2048
+"""Of entries that NumPy sorts in registers, where it has a vectorised sort."""
+
+_MAX_ROW = _ROW_BYTES // 4
+"""Entries that these bytes are at most."""
 
 _ENOUGH = 12_000
 """Entries among which ranks are put into place without a further sample."""
@@ -182,7 +191,8 @@ def select(entries: Array, ranks: Iterable[int], low: np.number[Any], high: np.n
             num_zero = _num_zero(brackets, inside, ends)
         places, values = located
         found |= {asked[rank]: value for rank, value in values.items()}
-        entries, asked, is_near = inside, {place: asked[rank] for rank, place in places.items()}, True
+        asked, is_near = {place: asked[rank] for rank, place in places.items()}, True
+        entries = inside if asked else inside[:0]
     return Selection(found | _in_place(entries, asked), num_zero)
 
 
@@ -229,12 +239,8 @@ def _brackets(
 ) -> list[_Bracket]:
     """Returns brackets whose insides do not overlap, in ascending order; together they have all ranks."""
     num_sampled = _num_sampled(entries.size)
-    places = (np.arange(num_sampled) + _offsets()[:num_sampled]) * (entries.size / num_sampled)
-    sample = entries.take(places.astype(np.intp))
-    sample.sort()
-    # Infinities and NaN are no ends.
-    sample[: sample.searchsorted(low)] = low
-    sample[sample.searchsorted(high, "right") :] = high
+    places = _stretches(num_sampled, _ROW_BYTES // entries.itemsize) + _offsets()[:num_sampled]
+    sample = entries.take((places * (entries.size / num_sampled)).astype(np.intp))
     spans: list[tuple[int, int, list[int]]] = []
     for rank in ranks:
         share = (rank + 0.5) / entries.size
@@ -246,21 +252,60 @@ def _brackets(
             spans.append((first, last, [*others, rank]))
         else:
             spans.append((first, last, [rank]))
+    stretches = _in_order(sample, [(max(first, 0), last + 1) for first, last, _ in spans])
+    for stretch in stretches:
+        # Infinities and NaN are no ends.
+        stretch[: stretch.searchsorted(low)] = low
+        stretch[stretch.searchsorted(high, "right") :] = high
     return [
         _Bracket(
-            low=sample[first] if first >= 0 else low,
-            high=sample[last] if last < num_sampled else high,
+            low=stretch[0] if first >= 0 else low,
+            high=stretch[-1] if last < num_sampled else high,
             ranks=tuple(shared),
-            sampled=sample[max(first, 0) : last + 1],
+            sampled=stretch,
             place=int((shared[len(shared) // 2] + 0.5) / entries.size * num_sampled) - max(first, 0),
         )
-        for first, last, shared in spans
+        for (first, last, shared), stretch in zip(spans, stretches, strict=True)
     ]
+
+
+def _in_order(sample: Array, spans: Sequence[tuple[int, int]]) -> list[Array]:
+    """Returns what stands at stretches of places when a sample is sorted, or nearly that, each ascending.
+
+    A sort is very fast as long as the registers of a processor hold all of it. So rows of that size are
+    sorted, and for a stretch only what stands in each of them about where it would be. None of the results
+    reaches into the next one.
+
+    Args:
+        sample: It is put into another order.
+        spans: First places and those behind the last ones, ascending.
+    """
+    row = _ROW_BYTES // sample.itemsize
+    if sample.size >= 4 * row and sample.size % row == 0:
+        rows = sample.reshape(-1, row)
+        rows.sort(axis=1)
+        stretches = [_stretch(rows, start, stop) for start, stop in spans]
+        if all(one[-1] <= other[0] for one, other in pairwise(stretches)):
+            return stretches
+    sample.sort()
+    return [sample[start:stop] for start, stop in spans]
+
+
+def _stretch(rows: Array, start: int, stop: int) -> Array:
+    """Returns what most likely stands at some places among all entries of sorted rows."""
+    num_rows, size = rows.shape
+    share = (start + stop) / 2 / rows.size
+    margin = _NUM_DEVIATIONS * math.sqrt(size * share * (1.0 - share)) + 1.0
+    first = max(math.floor(start / num_rows - margin), 0)
+    window = rows[:, first : math.ceil(stop / num_rows + margin)].ravel()
+    window.sort()
+    return window[start - first * num_rows : stop - first * num_rows]
 
 
 def _num_sampled(num_entries: int) -> int:
     """Returns the size of a sample: as in the paper, a larger one would cost more than it saves."""
-    return min(_SAMPLE, math.floor(num_entries ** (2 / 3)))
+    number = min(_SAMPLE, math.floor(num_entries ** (2 / 3)))
+    return number - number % _MAX_ROW if number >= 4 * _MAX_ROW else number
 
 
 def _narrow_all(brackets: Sequence[_Bracket], ends: _Ends, num_entries: int) -> bool:
@@ -336,8 +381,7 @@ def _collect(entries: Array, brackets: Sequence[_Bracket]) -> Array | None:
     is_any_wide = any(bracket.is_wide for bracket in brackets)
     telling = _telling(brackets) if is_any_wide else set[_Comparison]()
     comparisons = telling.union(numbers)
-    # Behind each piece is room for what `_places` appends.
-    room = min(_PIECE, entries.size) * 9 // 64 * 8 + 16
+    room = room_for_mask(min(_PIECE, entries.size))
     with borrowed(2 * room) as memory:
         inside, compared = memory.view(np.bool_).reshape(2, room)
         for start in range(0, entries.size, _PIECE):
@@ -352,7 +396,9 @@ def _collect(entries: Array, brackets: Sequence[_Bracket]) -> Array | None:
                 if comparison in telling:
                     is_odd = np.not_equal(is_odd, other, out=mask)
             if is_any_wide:
-                collected.append(piece.take(_places(inside, piece.size)))
+                if not telling:
+                    np.copyto(mask, is_odd)
+                collected.append(entries_of_true(piece, inside))
                 num_collected += collected[-1].size
                 if num_collected > entries.size // 2:
                     return None
@@ -365,7 +411,8 @@ def _collect(entries: Array, brackets: Sequence[_Bracket]) -> Array | None:
 def _telling(brackets: Sequence[_Bracket]) -> set[_Comparison]:
     """Returns comparisons of which an odd number is true for what is inside of a bracket.
 
-    Those of the parity are taken as made: what it has beside the ends of brackets is to be undone.
+    Those of the parity are taken as made: what it has beside the ends of brackets is to be undone. None are
+    left where it has just these ends.
     """
     parity = brackets[0].parity
     telling = set() if parity is None else set(parity.comparisons)
@@ -379,7 +426,9 @@ def _telling(brackets: Sequence[_Bracket]) -> set[_Comparison]:
 def _locate(
     brackets: Sequence[_Bracket], inside: Array, ends: _Ends
 ) -> tuple[dict[int, int], dict[int, np.number[Any]]] | None:
-    """Returns where among the collected entries ranks are, and values of those that are ends of brackets.
+    """Returns where among the collected entries ranks are, and values of those that are known by that.
+
+    These are ends of brackets, and entries that are where they would be if those of a bracket lay evenly.
 
     Returns:
         Both by rank; None where a rank is in no bracket.
@@ -391,38 +440,56 @@ def _locate(
         num_up_to = int(np.count_nonzero(bracket.up_to(inside, bracket.high)))
         if bracket.pivot is not None:
             bracket.num_at_most_low -= int(np.count_nonzero(inside <= bracket.pivot)) - num_before
+        number = num_up_to - num_before
+        lying: dict[int, int] = {}
         for rank in bracket.ranks:
             place = rank - bracket.num_at_most_low
-            if 0 <= place < num_up_to - num_before:
-                places[rank] = num_before + place
+            if 0 <= place < number:
+                lying[num_before + place] = rank
                 continue
             value = ends.at(bracket, rank)
             if value is None:
                 return None
             values[rank] = value
+        found = None
+        if lying:
+            low, high = float(bracket.low), float(bracket.high)
+            found = interpolated(inside, list(lying), low, high, num_before, number)
+        if found is None:
+            places |= {rank: place for place, rank in lying.items()}
+        else:
+            values |= {rank: found[place] for place, rank in lying.items()}
         num_before = num_up_to
     return places, values
 
 
-def _places(mask: Array, size: int) -> Array:
-    """Returns where the first entries of a mask are true; the others are overwritten.
+def room_for_mask(size: int) -> int:
+    """Returns how large a mask of so many entries must be for `entries_of_true`, which appends to it."""
+    return size * 9 // 64 * 8 + 16
 
-    They are looked for eight at a time first, unless there are so many that this rules out little. NumPy
-    looks for true ones without a branch only where they are more than a tenth, and otherwise jumps from one
-    to the next, though no processor foresees where they stand: true ones are appended until it does not.
+
+def entries_of_true(entries: Array, mask: Array) -> Array:
+    """Returns the entries for which a mask is true; what it has behind them is overwritten.
+
+    Eight are looked at together first, and those of which none is wanted are left out, unless there are so
+    few that this rules out little. NumPy looks for true ones without a branch only where they are more than a
+    tenth, and otherwise jumps from one to the next, though no processor foresees where they stand: true ones
+    are appended until it does not.
     """
-    mask[size : size + 8] = False
-    eights = mask[: (size + 7) // 8 * 8].view(np.uint64)
+    size = entries.size
+    whole = size - size % 8
+    eights = mask[:whole].view(np.uint64)
     is_any = eights != 0
-    if np.count_nonzero(is_any) * 3 < is_any.size:
+    if np.count_nonzero(is_any) * 2 < is_any.size:
         chosen = np.flatnonzero(is_any)
-        found = np.flatnonzero(eights.take(chosen).view(np.bool_))
-        return (chosen.take(found >> 3) << 3) + (found & 7)
+        near = entries[:whole].reshape(-1, 8).take(chosen, axis=0).reshape(-1)
+        found = near.take(np.flatnonzero(eights.take(chosen).view(np.bool_)))
+        return found if size == whole else np.concatenate((found, entries[whole:][mask[whole:size]]))
     number = int(np.count_nonzero(mask[:size]))
     if number * 10 > size:
-        return np.flatnonzero(mask[:size])
+        return entries.take(np.flatnonzero(mask[:size]))
     mask[size:] = True
-    return np.flatnonzero(mask[: size * 9 // 8 + 1])[:number]
+    return entries.take(np.flatnonzero(mask[: size * 9 // 8 + 1])[:number])
 
 
 def _in_place(entries: Array, asked: Mapping[int, int]) -> dict[int, np.number[Any]]:
@@ -431,6 +498,13 @@ def _in_place(entries: Array, asked: Mapping[int, int]) -> dict[int, np.number[A
         return {}
     ordered = np.partition(entries, sorted(asked))
     return {wanted: ordered[rank] for rank, wanted in asked.items()}
+
+
+@lru_cache(maxsize=16)
+def _stretches(number: int, row: int) -> Array:
+    """Returns the numbers of equal stretches; those of a row come from everywhere, where there are rows."""
+    stretches = np.arange(number)
+    return stretches if number % row else stretches.reshape(row, -1).T.ravel()
 
 
 @cache

@@ -1,5 +1,7 @@
 """Order statistics from samples, counts and what lies between."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -166,6 +168,21 @@ def test_zeros_that_were_met_are_all_zeros(kind: str, shift: int) -> None:
         assert found.num_zero is not None
 
 
+def test_brackets_whose_ends_were_all_counted_hold_what_is_between_them() -> None:
+    """No further comparison tells what is inside. It happens where many entries share the values of ranks."""
+    entries = np.tile(np.arange(10, dtype=np.float32), 20)
+    ends = selection._Ends(entries, np.empty(entries.size, np.bool_))
+    parity = ends.count(np.less_equal, [np.float32(3), np.float32(8)])
+    constant = selection._Bracket(entries[3], entries[3], (70,), entries[3:4], 0, entries[3], 80)
+    wide = selection._Bracket(
+        entries[3], entries[8], (100,), entries[3:9], 5, entries[8], 180, np.less_equal, parity
+    )
+    constant.parity = parity
+    inside = selection._collect(entries, [constant, wide])
+    assert inside is not None
+    assert np.sort(inside).tolist() == np.repeat(np.arange(4.0, 9.0), 20).tolist()
+
+
 def test_zeros_of_both_signs_are_equal() -> None:
     """Neither is below the other."""
     entries = np.tile(np.array([0.0, -0.0, 1.0, -0.0]), 10_000)
@@ -195,3 +212,46 @@ def test_comparisons_are_counted_in_pieces(size: int) -> None:
     entries = np.arange(size, dtype=np.int64)
     assert count_true(entries, np.less, np.int64(size // 2)) == size // 2
     assert count_true(entries, np.equal, np.int64(size - 1)) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_rows_of_a_sample_tell_nearly_what_a_sort_of_it_tells(dtype: str) -> None:
+    """Each stretch ascends, in front of the next one, and holds what stands in the middle of it."""
+    sample = np.random.default_rng(0).normal(size=8192).astype(dtype)
+    ordered = np.sort(sample)
+    spans = [(1890, 2206), (3915, 4277), (5986, 8193)]
+    stretches = selection._in_order(sample, spans)
+    assert all(np.array_equal(stretch, np.sort(stretch)) for stretch in stretches)
+    assert all(one[-1] <= other[0] for one, other in pairwise(stretches))
+    for (start, stop), stretch in zip(spans, stretches, strict=True):
+        assert stretch.size == min(stop, 8192) - start
+        assert np.isin(ordered[start + 60 : stop - 60], stretch).all()
+
+
+def test_rows_that_have_little_in_common_are_sorted_together() -> None:
+    """Each of them would tell of another part of the range."""
+    sample = np.arange(8192, dtype=np.float32)
+    found = selection._in_order(sample.copy(), [(1000, 1100), (4000, 4100)])
+    assert [stretch.tolist() for stretch in found] == [
+        sample[1000:1100].tolist(),
+        sample[4000:4100].tolist(),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["normal", "ascending"])
+def test_a_second_sample_is_seldom_drawn(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was collected lies about evenly in its brackets, which is where ranks are guessed to be."""
+    rounds: list[int] = []
+    brackets = selection._brackets
+
+    def watched(
+        entries: Array, ranks: list[int], low: np.number, high: np.number
+    ) -> list[selection._Bracket]:
+        rounds.append(entries.size)
+        return brackets(entries, ranks, low, high)
+
+    monkeypatch.setattr(selection, "_brackets", watched)
+    entries = data_of(kind, 1_000_000)
+    ranks = quartile_ranks(entries.size)
+    assert selected(entries, ranks) == np.sort(entries)[ranks].tolist()
+    assert rounds == [entries.size]
