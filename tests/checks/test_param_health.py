@@ -142,6 +142,9 @@ def test_large_whole_numbers_are_not_rounded():
     """2**53 + 1 is no float64, and lies above a bound of 2**53."""
     found = scanned(torch.tensor([2**53 + 1, 5]), bounds={"x": (None, 2.0**53)})
     assert (found.maximum, found.num_above) == (2**53 + 1, 1)
+    assert scanned(torch.tensor([2**53 + 1, 5]), bounds={"x": (None, 2**53 + 1)}).num_above == 0
+    assert scanned(torch.tensor([2**64 - 1], dtype=torch.uint64), bounds={"x": (2**64, 2**70)}).num_below == 1
+    assert scanned(torch.ones(2), bounds={"x": (0, 2**70)}).num_above == 0
 
 
 def test_booleans_are_zeros_and_ones():
@@ -360,7 +363,9 @@ def test_checks_that_nothing_was_asked_of_did_not_run():
         ({"bounds": {"nothing": (0, 1)}}, "bounds has 'nothing'"),
         ({"bounds": {"0.weight": (2, 1)}}, "low <= high"),
         ({"bounds": {"0.weight": (math.nan, 1)}}, "low <= high"),
+        ({"bounds": {"0.weight": (0, 10**400)}}, "give a pair"),
         ({"bounds": [1]}, "give a mapping"),
+        ({"bounds": {3: (0, 1)}}, "bounds has 3"),
         ({"max_fraction": 0}, "give a share"),
         ({"subnormal_fraction_threshold": 2}, "give a share"),
         ({"include_buffers": 1}, "give True or False"),

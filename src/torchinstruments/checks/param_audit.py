@@ -122,6 +122,8 @@ def _declared(
         )
     declared: dict[int, Bounds] = {}
     for name, pair in bounds.items():
+        if not isinstance(name, str):
+            raise ConfigurationError(f"bounds has {name!r}, which is no name; give one, or a pattern with *")
         found = bounds_of(f"bounds[{name!r}]", pair)
         if found is None:
             raise ConfigurationError(

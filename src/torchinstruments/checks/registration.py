@@ -81,6 +81,8 @@ def window_of(value: object) -> tuple[int, int]:
 def bounds_of(argument: str, value: object) -> tuple[float | None, float | None] | None:
     """Returns a closed range of which either side may be open; None where there is none.
 
+    A whole number stays one, for a float does not hold each of 64 bits.
+
     Raises:
         ConfigurationError: It is no such pair.
     """
@@ -91,7 +93,7 @@ def bounds_of(argument: str, value: object) -> tuple[float | None, float | None]
         if all(one is None or _is_number(one) for one in (low, high)) and not (
             low is not None and high is not None and low > high
         ):
-            return None if low is None else float(low), None if high is None else float(high)
+            return _exact(low), _exact(high)
     raise ConfigurationError(
         f"{argument}={value!r} is not possible; give a pair (low, high) of numbers with low <= high, "
         f"None for an open side"
@@ -132,4 +134,13 @@ def names_of(argument: str, value: object) -> tuple[str, ...] | None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer that no float reaches
+        return False
+
+
+def _exact(value: Real | None) -> float | None:
+    if value is None:
+        return None
+    return int(value) if isinstance(value, Integral) else float(value)

@@ -308,7 +308,7 @@ def _rounded(bound: float, entries: torch.Tensor) -> torch.Tensor:
     """Returns a bound in the dtype of the entries, infinite where that does not reach so far."""
     reach = torch.finfo(entries.dtype).max
     bound = bound if abs(bound) <= reach else math.copysign(math.inf, bound)
-    return torch.full((), bound, dtype=entries.dtype, device=entries.device)
+    return torch.full((), float(bound), dtype=entries.dtype, device=entries.device)
 
 
 def _whole(bounds: Bounds) -> tuple[int | None, int | None]:
