@@ -313,6 +313,17 @@ def test_an_optimizers_state_is_gone_through():
     assert codes(health)[:1] != ["param_bounds_violated"]
 
 
+def test_names_that_a_mapping_has_twice_are_two_rows():
+    """A dotted key beside a nested one, a number beside its text: no tensor is lost."""
+    health = audited({"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}, 1: torch.tensor([NAN]), "1": 3})
+    assert [row.name for row in health.rows] == ["a.b", "a.b (2)", "1", "1 (2)"]
+    assert [row.codes for row in health.rows][:3] == [
+        ("param_all_same",),
+        ("param_all_zero",),
+        ("param_value_nonfinite",),
+    ]
+
+
 def test_buffers_can_be_left_out():
     """Kinds are told apart."""
     model = nn.BatchNorm1d(3)

@@ -191,6 +191,8 @@ def test_what_cannot_be_watched_is_refused_in_one_sentence():
     """Model and optimizer are checked when the session is made."""
     with pytest.raises(ConfigurationError, match=r"model=int cannot be watched"):
         ChecksSession(cast("nn.Module", 3))
+    with pytest.raises(ConfigurationError, match=r"model has the key 1, which is no name"):
+        ChecksSession(cast("nn.Module", {"a": torch.ones(1), 1: torch.ones(1)}))
     with pytest.raises(ConfigurationError, match=r"optimizer='adam'"):
         ChecksSession(mlp(), "adam")
 

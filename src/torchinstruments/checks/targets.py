@@ -24,6 +24,11 @@ def checked_model(model: object) -> nn.Module | Mapping[str, torch.Tensor]:
     if isinstance(model, nn.Module):
         return model
     if isinstance(model, Mapping) and all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
+        for key in model:
+            if not isinstance(key, str):
+                raise ConfigurationError(
+                    f"model has the key {key!r}, which is no name; give texts, such as {str(key)!r}"
+                )
         return model
     raise ConfigurationError(
         f"model={type(model).__name__} cannot be watched; give a torch.nn.Module, or a mapping from names to "
