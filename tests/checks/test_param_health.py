@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from checks.training import INF, mlp
+from checks.training import INF, Secretive, mlp
 from torchinstruments.checks import Severity, param_health
 from torchinstruments.errors import ConfigurationError
 
@@ -290,6 +290,13 @@ def test_what_cannot_be_scanned_has_a_reason():
     assert (health.coverage["num_scanned"], health.coverage["num_not_scanned"]) == (1, 7)
     assert sum(entry.num_names for entry in health.unavailable) == 7
     assert "not scanned: step" in str(health)
+    json.loads(health.to_json())
+
+
+def test_a_class_that_answers_no_question_is_not_asked():
+    """Its memory is that of a plain tensor."""
+    health = audited({"x": torch.tensor([1.0, NAN]).as_subclass(Secretive), "fine": torch.ones(2)})
+    assert [row.scanned.num_nan for row in health.rows] == [1, 0]
     json.loads(health.to_json())
 
 

@@ -9,7 +9,7 @@ from torch.optim import SGD
 from typing_extensions import override
 
 from checks.training import batch, compiled, mlp, poisoned, train
-from torchinstruments.checks import ChecksSession, CheckViolationError
+from torchinstruments.checks import ChecksSession, CheckViolationError, visitor
 from torchinstruments.checks.check import Check
 from torchinstruments.checks.findings import Action, Finding, FindingStore, Moment, Severity
 from torchinstruments.checks.report import CheckReport
@@ -79,6 +79,25 @@ def test_a_check_that_fails_is_unavailable_and_the_others_go_on():
     assert entries["internal_error: ArithmeticError: mine"] == 8
     assert Broken.calls == 8
     assert report.checks_run == ("nonfinite_grad",)
+
+
+def test_a_look_that_fails_before_it_begins_is_unavailable(monkeypatch):
+    """Training goes on, and each site says what failed."""
+
+    def fails(_place):
+        raise ArithmeticError("mine")
+
+    monkeypatch.setattr(visitor, "isolated", fails)
+    model = mlp()
+    session = ChecksSession(model, scaler=None)
+    session.register_nonfinite_grad_check()
+    session.register_frozen_check(["0.weight"])
+    with session:
+        train(model, steps=2)
+    report = session.report()
+    assert report.counters["accepted_steps"] == 2
+    assert {entry.check for entry in report.unavailable} >= {"nonfinite_grad", "frozen"}
+    assert any("ArithmeticError: mine" in entry.reason for entry in report.unavailable)
 
 
 def test_a_session_that_is_paused_looks_at_nothing_and_counts_all():

@@ -12,7 +12,7 @@ from torch.optim import SGD
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
 
-from checks.training import batch, mlp, scaler, train
+from checks.training import Secretive, batch, mlp, scaler, train
 from torchinstruments.checks import CheckLifecycleError, ChecksSession
 from torchinstruments.errors import ConfigurationError
 
@@ -286,6 +286,18 @@ def test_a_mapping_of_tensors_can_be_watched():
             optimizer.step()
     assert session.report().ledgers["scale"]["accepted_steps"] == 2
     assert session.report().coverage["parameters_that_fired"] == 1
+
+
+def test_a_buffer_whose_class_answers_no_question_is_compared():
+    """Neither a step nor the report asks it."""
+    model = mlp()
+    model.register_buffer("table", torch.ones(3).as_subclass(Secretive))
+    session = ChecksSession(model, scaler=None)
+    session.register_frozen_check(["table"])
+    session.register_nonfinite_param_check()
+    with session:
+        train(model)
+    assert (session.report().unavailable, session.report().findings) == ((), ())
 
 
 def test_counts_go_on_from_one_block_to_the_next():

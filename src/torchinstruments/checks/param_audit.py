@@ -26,7 +26,7 @@ from torchinstruments.errors import ConfigurationError
 from torchinstruments.observe.sharding import is_flattened
 from torchinstruments.records import Absent, Reason, Scope, error_text
 from torchinstruments.statistics.admission import COMPLEX, admit
-from torchinstruments.statistics.isolation import functions_off, isolated
+from torchinstruments.statistics.isolation import isolated, unintercepted
 
 __all__ = ["MAX_FRACTION", "SUBNORMAL_FRACTION_THRESHOLD", "param_health"]
 
@@ -157,7 +157,7 @@ def _begun(entry: AuditEntry, declared: Mapping[int, Bounds]) -> _Begun:
     tensor = entry.tensor
     own = [declared[place] for place in entry.positions if place in declared]
     bounds = own[-1] if own else None
-    with functions_off():
+    with unintercepted():
         if is_lazy(tensor):
             return _Begun(entry, None, Scope.LOCAL, bounds, (), Reason.UNINITIALISED.value)
         with isolated(tensor):
@@ -181,7 +181,7 @@ def _begun(entry: AuditEntry, declared: Mapping[int, Bounds]) -> _Begun:
 def _row(begun: _Begun, scanned: Scanned | None, reason: str) -> ParamHealthRow:
     """Returns the row of a tensor."""
     entry, shown = begun.entry, begun.entry.tensor if begun.part is None else begun.part
-    with functions_off():
+    with unintercepted():
         is_shapeless = is_lazy(shown) or shown.is_nested
         return ParamHealthRow(
             name=entry.name,

@@ -11,8 +11,8 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+import torch
 from torch.optim import Optimizer
 
 from torchinstruments.checks.accumulation import AccumulationSite
@@ -31,9 +31,6 @@ from torchinstruments.observe.engine import is_capturing_graph
 from torchinstruments.records import Reason, error_text
 from torchinstruments.statistics.isolation import functions_off, isolated
 from torchinstruments.warning_place import warn_user
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["SiteVisitor"]
 
@@ -170,7 +167,7 @@ class SiteVisitor:
         gradient = self._inventory.entries[index].tensor.grad
         if gradient is None:
             return
-        with functions_off(), isolated(self._device_type()):
+        with functions_off(), isolated(self._place()):
             ready, _ = sort_out({index: gradient})
             if ready:
                 self._early[index] = norms((ready[index],))[0][1]
@@ -214,6 +211,9 @@ class SiteVisitor:
                 self._settle(judges)
                 # What is raised for is not written, and nothing of it is to be kept.
                 self._look = None if self._to_raise else look
+        # A step that could not be looked at is one all the same.
+        is_failed = self._look is None and not self._to_raise
+        self._is_unlooked = is_failed and not (decides_on_device or is_capturing_graph())
         self._raise()
 
     def after_write(self, optimizer: Optimizer) -> None:
@@ -269,16 +269,20 @@ class SiteVisitor:
     def _visit(self, site: str) -> Generator[bool]:
         """Isolates a visit, times it, and lets nothing out; yields whether it can be made."""
         started_s = time.perf_counter()
+        has_begun = False
         try:
             if is_capturing_graph():
                 self._store.add_unavailable("session", Reason.GRAPH_CAPTURE.value)
                 yield False
                 return
-            with functions_off(), isolated(self._device_type()):
+            with functions_off(), isolated(self._place()):
+                has_begun = True
                 yield True
         except Exception as error:  # noqa: BLE001 - nothing of this package's own may reach training
             self._waiting.clear()
             self._on_error(site, error)
+            if not has_begun:
+                yield False
         finally:
             self.num_visits[site] += 1
             self.seconds[site] += time.perf_counter() - started_s
@@ -361,9 +365,10 @@ class SiteVisitor:
                 self._inventory.names(missing),
             )
 
-    def _device_type(self) -> str:
+    def _place(self) -> torch.Tensor | str:
+        """Returns a tensor, or the type of a device, where the checks compute."""
         entries = self._inventory.entries
-        return entries[0].tensor.device.type if entries else "cpu"
+        return entries[0].tensor if entries else "cpu"
 
 
 def _overriding(checks: Sequence[Check], site: str) -> tuple[Check, ...]:
