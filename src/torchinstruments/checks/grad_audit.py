@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from torchinstruments.checks.findings import MAX_NAMES, Unavailable
 from torchinstruments.checks.grad_rows import (
@@ -100,7 +101,7 @@ class GradHealth:
     Args:
         model: The model.
         scaler: What multiplies the loss.
-        within: Names of modules or patterns; None for every module without children.
+        within: Names of modules or patterns; None for every one without children or with parameters.
         thresholds: What norms are compared with.
 
     Raises:
@@ -200,7 +201,8 @@ class GradHealth:
         lines = [f"  gradients came to outputs of {seen} of {len(self._rows)} modules"]
         for entry in self._unavailable[:_MAX_PRINTED]:
             more = ", ..." if entry.num_names > 3 else ""
-            lines.append(f"  unavailable: {', '.join(entry.names[:3])}{more}: {entry.reason}")
+            names = ", ".join([name or "(model)" for name in entry.names[:3]])
+            lines.append(f"  unavailable: {names}{more}: {entry.reason}")
         return printed("GradHealth", self._findings, lines)
 
     def begin(self) -> None:
@@ -276,7 +278,9 @@ class GradHealth:
 
     def _wants(self, layer: Layer) -> bool:
         if self._within is None:
-            return next(layer.module.children(), None) is None
+            module = layer.module
+            has_own = next(module.parameters(recurse=False), None) is not None
+            return has_own or is_parametrized(module) or next(module.children(), None) is None
         return any(matches(pattern, layer) for pattern in self._within)
 
     def _watch(self, layer: Layer, tensor: torch.Tensor) -> None:
@@ -388,7 +392,8 @@ class grad_health(AbstractContextManager[GradHealth]):  # noqa: N801 - reads as 
         model: The model.
         scaler: How the loss is scaled: a ``GradScaler``, a number, or None, which declares that it is not.
             Not given, norms are not compared with thresholds, for a loss scale may be in them.
-        within: Names of modules, or patterns with ``*``; None for every module without children.
+        within: Names of modules, or patterns with ``*``; None for every module without children or with
+            parameters of its own.
         vanishing_threshold: L2 norm below which a gradient vanishes, in unscaled units.
         exploding_threshold: L2 norm above which one explodes.
 
@@ -417,7 +422,7 @@ class grad_health(AbstractContextManager[GradHealth]):  # noqa: N801 - reads as 
         self._health = GradHealth(
             model,
             declared_scale_of(scaler),
-            names_of("within", within),
+            names_of("within", within, "modules"),
             Thresholds(vanishing, exploding),
         )
 

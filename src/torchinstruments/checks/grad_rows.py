@@ -38,7 +38,7 @@ _CODES = {
     ),
     _MISSING: (
         Severity.INFO,
-        "gave outputs that no gradient came back to",
+        "gave outputs to none of which a gradient came back",
         "the loss does not use them, or detach() lies between; a branch that is not taken looks the same",
     ),
 }
@@ -192,7 +192,11 @@ def rows_of(
         thresholds: What norms are compared with.
         has_backward: Whether any gradient came to anything.
     """
-    flags = [_flags(output, scale, thresholds, has_backward=has_backward) for output in outputs]
+    reached = {output.layer for output in outputs if output.num_arrivals}
+    flags = [
+        _flags(output, scale, thresholds, is_missing=has_backward and output.layer not in reached)
+        for output in outputs
+    ]
     begins = _begins(outputs, flags)
     by_layer: dict[int, list[int]] = {}
     for position, output in enumerate(outputs):
@@ -240,7 +244,9 @@ def findings_of(rows: Sequence[GradHealthRow]) -> tuple[HealthFinding, ...]:
         if not flagged:
             continue
         begins = [row for row in flagged if code in row.frontier_of]
-        where = f"it begins at {begins[0].module!r}" if begins else "where it begins is not known"
+        where = (
+            f"it begins at {begins[0].module or '(model)'!r}" if begins else "where it begins is not known"
+        )
         named = begins or flagged
         found.append(
             HealthFinding(
@@ -267,11 +273,11 @@ def findings_of(rows: Sequence[GradHealthRow]) -> tuple[HealthFinding, ...]:
 
 
 def _flags(
-    output: OutputFacts, scale: LossScale, thresholds: Thresholds, *, has_backward: bool
+    output: OutputFacts, scale: LossScale, thresholds: Thresholds, *, is_missing: bool
 ) -> tuple[str, ...]:
-    """Returns what the gradients of one output show."""
+    """Returns what the gradients of one output show; that none came, where none came to its module."""
     if output.num_arrivals == 0:
-        return (_MISSING,) if has_backward and not output.reason else ()
+        return (_MISSING,) if is_missing and not output.reason else ()
     if output.num_values == 0:
         return ()
     if output.num_nonfinite:
@@ -325,7 +331,7 @@ def _reason(module: ModuleFacts, own: Sequence[OutputFacts], *, has_backward: bo
     if module.reason:
         return module.reason
     if module.num_calls == 0:
-        return "never_called: no call inside the block"
+        return "never_called: this thread made no call inside the block"
     if not own:
         return "no_gradient: no output requires one"
     for output in own:

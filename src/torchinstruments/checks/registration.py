@@ -111,8 +111,13 @@ def positive_of(argument: str, value: object) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
-def names_of(argument: str, value: object) -> tuple[str, ...] | None:
-    """Returns names of parameters; None where all are meant.
+def names_of(argument: str, value: object, of: str = "parameters") -> tuple[str, ...] | None:
+    """Returns names; None where all are meant.
+
+    Args:
+        argument: Whose they are, for the message.
+        value: What the caller gave.
+        of: What has them, ``parameters`` or ``modules``.
 
     Raises:
         ConfigurationError: They are no texts, or there are none.
@@ -127,8 +132,7 @@ def names_of(argument: str, value: object) -> tuple[str, ...] | None:
         names = ()
     if not names or not all(isinstance(name, str) for name in names):
         raise ConfigurationError(
-            f"{argument}={value!r} is not possible; give names of parameters as in model.named_parameters(), "
-            f"at least one"
+            f"{argument}={value!r} is not possible; give names of {of} as in model.named_{of}(), at least one"
         )
     return names
 
