@@ -171,6 +171,26 @@ def test_half_complex_is_audited_too():
     assert (row.scanned.maximum, row.headroom_used) == (65504.0, 1.0)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("lowest", [-INF, None])
+def test_a_mask_of_attention_is_information(dtype, lowest):
+    """A buffer of zeros and the lowest numbers; with a NaN, with a one, or as a parameter, none."""
+    mask = torch.full((4, 4), torch.finfo(dtype).min if lowest is None else lowest, dtype=dtype).triu(1)
+    code = "param_dtype_headroom" if lowest is None else "param_value_nonfinite"
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", mask)
+    (finding,) = audited(model).findings
+    assert (finding.code, finding.severity, finding.names) == ("param_mask", Severity.INFO, ("mask",))
+    assert finding.values["mask"]["num_neginf"] == (0 if lowest is None else 6)
+    mask[0, 0] = 1.0
+    assert codes(audited(model)) == [code]
+    mask[0, 0] = NAN
+    assert "param_value_nonfinite" in codes(audited(model))
+    assert codes(audited({"mask": nn.Parameter(torch.full((4, 4), -INF).triu(1))})) == [
+        "param_value_nonfinite"
+    ]
+
+
 def test_bounds_are_closed_and_count_both_sides():
     """A value on the bound is inside; an infinity lies beyond one; NaN is neither."""
     tensor = torch.tensor([-1.0, 0.0, 0.1, 6.0, 6.5, INF, -INF, NAN])

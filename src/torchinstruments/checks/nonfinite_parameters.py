@@ -11,6 +11,7 @@ from typing_extensions import override
 from torchinstruments.checks.check import Check, Ground, Judge, Measured, StepLook
 from torchinstruments.checks.findings import Action, EvidenceKind, Finding, GradientStage, Severity
 from torchinstruments.checks.inventory import BUFFER
+from torchinstruments.checks.masks import is_mask, lifted
 from torchinstruments.checks.measures import is_freed, measurable, scope_of
 from torchinstruments.records import Reason, ScaleProvenance
 
@@ -38,12 +39,14 @@ class NonfiniteParameterCheck(Check):
         self._ground: Ground | None = None
         self._num_steps: Counter[int | None] = Counter()
         self._known_bad: set[int] = set()
+        self._masks: set[int] = set()
 
     @override
     def attached(self, ground: Ground) -> None:
         """Takes what it stands on."""
         self._ground = ground
         self._known_bad.clear()
+        self._masks.clear()
 
     @override
     def after_write(self, look: StepLook) -> Judge | None:
@@ -65,6 +68,7 @@ class NonfiniteParameterCheck(Check):
         rest = [index for index in indices if index not in copied] if copied else indices
         befores, changes = (look.befores(), look.changes()) if copied else (None, None)
         there = {index: tensor for index, tensor in look.tensors(rest).items() if not is_freed(tensor)}
+        there |= {index: lifted(there[index]) for index in self._masks & there.keys()}
         measured = Measured.of(there, look.reading)
 
         def judge() -> None:
@@ -72,7 +76,10 @@ class NonfiniteParameterCheck(Check):
             if befores is not None and changes is not None:
                 suspects = {*befores.nonfinite(), *changes.nonfinite()}
                 bad.update(index for index in suspects if not _is_finite(look.tensors([index])[index]))
-            self._judge(look, measured, bad, indices)
+            masks = [index for index in bad if entries[index].kind == BUFFER and is_mask(there[index])]
+            # Each is read once; from the next look on it counts without its negative infinities.
+            self._masks.update(masks)
+            self._judge(look, measured, bad.difference(masks), indices)
 
         return judge
 
