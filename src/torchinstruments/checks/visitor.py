@@ -90,6 +90,7 @@ class SiteVisitor:
         self._is_unlooked = False
         self._early: dict[int, torch.Tensor] = {}
         self._only: tuple[weakref.ref[Optimizer], ...] | None = None
+        self._awaited: frozenset[int] | None = None
         self._without_evidence: set[int] = set()
 
     def connect(
@@ -106,8 +107,13 @@ class SiteVisitor:
 
     def look_only_at(self, optimizers: Sequence[Optimizer] | None) -> None:
         """Takes which optimizers' steps are looked at; None looks at all that are counted (at attach)."""
-        if optimizers is not None:
-            self._only = tuple([weakref.ref(optimizer) for optimizer in optimizers])
+        if optimizers is None:
+            return
+        self._only = tuple([weakref.ref(optimizer) for optimizer in optimizers])
+        steps = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        found = [self._inventory.index_of(tensor) for tensors in steps for tensor in tensors]
+        # Where sharding exchanges parameters none of them is there, and any backward may be theirs.
+        self._awaited = frozenset([index for index in found if index is not None]) or None
 
     def go_on_from(self, former: "SiteVisitor") -> None:
         """Takes what was counted by the one of an earlier attach (training thread, at attach)."""
@@ -146,7 +152,10 @@ class SiteVisitor:
         looks.attempts.backward_ended()
         if not self.enabled:
             return
-        self._alarms.backward_ended(fired)
+        awaited = self._awaited
+        own = fired if awaited is None else [index for index in fired if index in awaited]
+        if own:
+            self._alarms.backward_ended(own)
         if not self._after_backward:
             return
         with self._visit("backward_ended") as runs:
