@@ -2,12 +2,15 @@
 
 import inspect
 import re
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
+from torch.optim import SGD
 
-from checks.training import mlp
-from torchinstruments.checks import ChecksSession
+from checks.training import INF, batch, mlp
+from torchinstruments.checks import ChecksSession, CheckViolationError, CheckWarning
 from torchinstruments.errors import ConfigurationError
 
 _PAGE = Path(__file__).parents[2] / "docs" / "checks.md"
@@ -23,6 +26,66 @@ def test_an_action_on_ratios_that_nothing_judges_is_refused(action, bounds):
         session.register_update_ratio_check(bounds=bounds, action=action)
     session.register_update_ratio_check()
     session.register_update_ratio_check(bounds=(None, 0.1), action=action)
+
+
+_LOW = {"vanishing_threshold": 1e-9, "exploding_threshold": 1e-6}
+_BAD = {
+    "change": ("register_change_check", {}, "param_received_no_gradient"),
+    "frozen": ("register_frozen_check", {"names": ["table"]}, "frozen_param_changed"),
+    "ratio": ("register_update_ratio_check", {"bounds": (None, 1e-9)}, "update_ratio_out_of_band"),
+    "magnitude": ("register_magnitude_check", _LOW, "grad_magnitude_flagged"),
+    "gradient": ("register_nonfinite_grad_check", {}, "param_grad_nonfinite"),
+    "parameter": ("register_nonfinite_param_check", {}, "param_value_nonfinite"),
+}
+
+
+def _spoil(kind, model, is_bad):
+    """Does to a step what a check finds."""
+    if kind == "change" and is_bad:
+        model.zero_grad()
+    elif kind == "frozen":
+        model.table.add_(float(is_bad))
+    elif kind == "gradient":
+        model.spare.grad = torch.full((2,), INF) if is_bad else None
+    elif kind == "parameter":
+        model.table.fill_(INF if is_bad else 1.0)
+
+
+def _trained(kind, action, is_bad):
+    """Returns the session of 30 steps, some of which are bad."""
+    model = mlp()
+    model.register_buffer("table", torch.ones(2))
+    model.spare = torch.nn.Parameter(torch.ones(2))
+    optimizer = SGD(model.parameters(), lr=0.01)
+    registrar, options, _ = _BAD[kind]
+    session = ChecksSession(model, optimizer, scaler=None)
+    getattr(session, registrar)(**options, action=action)
+    with session:
+        for step in range(30):
+            optimizer.zero_grad()
+            model(batch()).square().mean().backward()
+            _spoil(kind, model, is_bad(step))
+            optimizer.step()
+    return session
+
+
+@pytest.mark.parametrize("kind", _BAD)
+def test_raise_is_honoured_by_every_registrar(kind):
+    """And the finding has the code that the exception has."""
+    with pytest.raises(CheckViolationError) as raised:
+        _trained(kind, "raise", lambda _: True)
+    assert raised.value.fields["code"] == _BAD[kind][2]
+
+
+@pytest.mark.parametrize("kind", ["frozen", "gradient", "parameter"])
+def test_warn_speaks_again_only_after_a_clean_window(kind):
+    """Every second step is bad, then ten are not; each bad one is in the report."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        session = _trained(kind, "warn", lambda step: step % 2 == 0 and not 10 < step < 20)
+    assert len([one for one in warned if issubclass(one.category, CheckWarning)]) == 2
+    found = [one for one in session.report().findings if one.code == _BAD[kind][2]]
+    assert [one.action for one in found] == ["warn", *["collect"] * 5, "warn", *["collect"] * 4]
 
 
 def test_the_page_has_every_default_as_it_is():

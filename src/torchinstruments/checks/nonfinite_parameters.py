@@ -13,6 +13,7 @@ from torchinstruments.checks.findings import Action, EvidenceKind, Finding, Grad
 from torchinstruments.checks.inventory import BUFFER
 from torchinstruments.checks.masks import is_mask, lifted
 from torchinstruments.checks.measures import is_freed, measurable, scope_of
+from torchinstruments.checks.sustained import at_once, warned
 from torchinstruments.records import Reason, ScaleProvenance
 
 __all__ = ["NonfiniteParameterCheck"]
@@ -40,6 +41,7 @@ class NonfiniteParameterCheck(Check):
         self._num_steps: Counter[int | None] = Counter()
         self._known_bad: set[int] = set()
         self._masks: set[int] = set()
+        self._windows = at_once()
 
     @override
     def attached(self, ground: Ground) -> None:
@@ -47,6 +49,7 @@ class NonfiniteParameterCheck(Check):
         self._ground = ground
         self._known_bad.clear()
         self._masks.clear()
+        self._windows = at_once()
 
     @override
     def after_write(self, look: StepLook) -> Judge | None:
@@ -91,6 +94,7 @@ class NonfiniteParameterCheck(Check):
                 ground.unavailable(self.name, reason, ground.inventory.names([index]))
         num_scanned = len(indices) - len(measured.reasons)
         is_new = not bad <= self._known_bad
+        action = warned(self._action, self._windows, bad, indices)
         # Of what this optimizer has nothing to do with, no more is known than before.
         self._known_bad = self._known_bad.difference(indices) | bad
         if not bad or not (is_new or self._action is Action.RAISE):
@@ -102,7 +106,7 @@ class NonfiniteParameterCheck(Check):
                 check=self.name,
                 code="param_value_nonfinite",
                 severity=Severity.CRITICAL,
-                action=self._action,
+                action=action,
                 message=f"{len(bad)} of {num_scanned} tensors are nonfinite ({names[0]} first)",
                 names=names,
                 values={"num_nonfinite_tensors": len(bad), "every": self._every},
