@@ -77,6 +77,18 @@ def test_raise_is_honoured_by_every_registrar(kind):
     assert raised.value.fields["code"] == _BAD[kind][2]
 
 
+@pytest.mark.parametrize("kind", _BAD)
+def test_every_finding_says_where_its_numbers_come_from(kind):
+    """The stage, what is known of the scale, the evidence, and the attempt."""
+    found = _trained(kind, "collect", lambda _: True).report().findings
+    assert _BAD[kind][2] in {one.code for one in found}
+    for one in found:
+        assert one.stage is not None, one.code
+        assert one.scale_provenance == "unscaled", one.code
+        assert one.evidence is not None, one.code
+        assert one.moment.attempt is not None, one.code
+
+
 @pytest.mark.parametrize("kind", ["frozen", "gradient", "parameter"])
 def test_warn_speaks_again_only_after_a_clean_window(kind):
     """Every second step is bad, then ten are not; each bad one is in the report."""
