@@ -190,6 +190,9 @@ def test_flat_shards_say_what_cannot_be_known_of_them(rank_pool):
         reasons = [entry["reason"] for entry in report["unavailable"]]
         assert any(reason.startswith("no_hook_fired") for reason in reasons)
         assert not [reason for reason in reasons if "internal_error" in reason]
+        assert {one["scope"] for one in report["findings"] if one["names"]} <= {"local_shard"}
+        assert report["ledgers"]["clip"]["steps_observed"] == 0
+        assert report["ledgers"]["clip"]["unavailable"] == ["sharded: the norm of a shard is no total"]
         # What lies on the other rank alone is not told to be without gradients here.
         held = {name for one in report["findings"] for name in one["names"]}
         assert "used.weight" not in held

@@ -32,7 +32,7 @@ from torchinstruments.checks.grad_rows import (
 )
 from torchinstruments.checks.health_findings import HealthFinding, printed
 from torchinstruments.checks.layer_watch import LayerWatch, matches
-from torchinstruments.checks.measures import measurable, norms, scope_of
+from torchinstruments.checks.measures import measurable, norms, scope_of, scope_of_all
 from torchinstruments.checks.reading import Column, Reading
 from torchinstruments.checks.registration import names_of, positive_of
 from torchinstruments.config import UNSET
@@ -447,18 +447,23 @@ def _added(reading: Reading, numbers: Sequence[torch.Tensor]) -> Column:
     return reading.add([([place], number) for place, number in enumerate(numbers)])
 
 
-def _own_gradients(layer: Layer, reading: Reading) -> tuple[Column, int, int]:
-    """Queues the norms of a module's own gradients; returns them, its parameters and those without one."""
+def _own_gradients(layer: Layer, reading: Reading) -> tuple[Column, int, int, Scope]:
+    """Queues the norms of a module's own gradients.
+
+    Returns:
+        The norms, the parameters that need a gradient, those without one, and what the norms cover.
+    """
     own = [parameter for parameter in layer.module.parameters(recurse=False) if parameter.requires_grad]
     gradients = [parameter.grad for parameter in own if parameter.grad is not None]
     found = [measurable(gradient.detach()) for gradient in gradients]
     tensors = [tensor for tensor in found if not isinstance(tensor, str)]
-    return reading.add(norms(tensors) if tensors else []), len(own), len(own) - len(gradients)
+    column = reading.add(norms(tensors) if tensors else [])
+    return column, len(own), len(own) - len(gradients), scope_of_all(own)
 
 
-def _module(layer: Layer, own: tuple[Column, int, int], num_calls: int, reason: str) -> ModuleFacts:
+def _module(layer: Layer, own: tuple[Column, int, int, Scope], num_calls: int, reason: str) -> ModuleFacts:
     """Returns what is known of a module beside its outputs."""
-    column, num_parameters, num_without = own
+    column, num_parameters, num_without, scope = own
     norm = math.hypot(*column.numbers.tolist()) if column.num_values else math.nan
     return ModuleFacts(
         layer=layer.index,
@@ -469,6 +474,7 @@ def _module(layer: Layer, own: tuple[Column, int, int], num_calls: int, reason: 
         parameter_norm=norm if math.isfinite(norm) else None,
         num_parameters=num_parameters,
         num_parameters_without_gradient=num_without,
+        parameter_scope=scope,
     )
 
 

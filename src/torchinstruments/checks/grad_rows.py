@@ -107,6 +107,7 @@ class ModuleFacts:
         parameter_norm: L2 norm over its own parameters' gradients, as they stand; None without any.
         num_parameters: Its own parameters that need a gradient.
         num_parameters_without_gradient: Of these, those without one.
+        parameter_scope: What the norm covers.
     """
 
     layer: int
@@ -117,6 +118,7 @@ class ModuleFacts:
     parameter_norm: float | None
     num_parameters: int
     num_parameters_without_gradient: int
+    parameter_scope: Scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,8 @@ class GradHealthRow:
         frontier_of: These flags.
         magnitude_reason: Why the norm was not compared with the thresholds; ``""`` where it was.
         reason: Why there is no gradient of its outputs; ``""`` where there is.
-        scope: What the numbers cover.
+        scope: What the numbers of outputs cover.
+        parameter_scope: What ``parameter_norm`` covers; ``unknown`` where some of the parameters are spread.
         loss_scale: Divided out of ``norm``; None where it is not known.
         scale_provenance: How it is known.
     """
@@ -167,6 +170,7 @@ class GradHealthRow:
     magnitude_reason: str
     reason: str
     scope: Scope
+    parameter_scope: Scope
     loss_scale: float | None
     scale_provenance: ScaleProvenance
 
@@ -229,6 +233,7 @@ def rows_of(
                 magnitude_reason=_magnitude_reason(seen, scale),
                 reason=_reason(module, [outputs[position] for position in own], has_backward=has_backward),
                 scope=scopes.pop() if len(scopes) == 1 else Scope.LOCAL if not scopes else Scope.UNKNOWN,
+                parameter_scope=module.parameter_scope,
                 loss_scale=scale.value,
                 scale_provenance=scale.provenance,
             )
