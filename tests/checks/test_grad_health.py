@@ -1,6 +1,8 @@
 """One backward, module by module: what its gradients show, and where that begins."""
 
+import gc
 import json
+import weakref
 from typing import Any
 
 import pytest
@@ -277,6 +279,19 @@ def test_an_exception_goes_through_and_leaves_no_hook():
         fails()
     assert not any(module._forward_hooks for module in model.modules())
     assert health.row("0").num_calls == 1
+
+
+def test_a_graph_that_outlives_the_block_keeps_nothing_of_it():
+    """Its outputs are gone and cannot be asked for their hooks; the backward goes on as if none had been."""
+    model = deep()
+    with grad_health(model, scaler=None) as health:
+        loss = model(X).sum()
+    reference = weakref.ref(health)
+    del health
+    gc.collect()
+    assert reference() is None
+    loss.backward()
+    assert model[0].weight.grad is not None
 
 
 def test_it_is_for_one_block():

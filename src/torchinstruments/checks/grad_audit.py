@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils.hooks import RemovableHandle
 
 from torchinstruments.checks.findings import MAX_NAMES, Unavailable
 from torchinstruments.checks.grad_rows import (
@@ -76,6 +77,7 @@ class _Target:
         layer: Whose it is.
         tensor: Held weakly: its memory is the program's.
         hook: On the tensor.
+        handle: Removes it, also where the tensor is gone or was written since; None before it is there.
         node: What made it, in the graph of the backward; None for a leaf.
         key: The same for outputs that are one tensor.
         numbers: Of each gradient that came: norm, zeros and nonfinite entries on the device, and its entries.
@@ -89,6 +91,7 @@ class _Target:
     hook: GradientHook
     node: object
     key: tuple[int, int]
+    handle: RemovableHandle | None = None
     numbers: list[tuple[list[torch.Tensor], int]] = field(default_factory=list)
     num_arrivals: int = 0
     reason: str = ""
@@ -227,8 +230,9 @@ class GradHealth:
         self._state = "ended"
         self._layers.remove()
         for target in self._targets:
-            tensor = target.tensor()
-            if tensor is not None:
+            if target.handle is not None:
+                target.handle.remove()
+            elif (tensor := target.tensor()) is not None:
                 take_out(tensor, target.hook)
         self._conclude()
         self._targets.clear()
@@ -293,8 +297,9 @@ class GradHealth:
         node = tensor.grad_fn
         key = (id(tensor), -1) if node is None else (id(node), tensor.output_nr)
         hook = GradientHook(self, len(self._targets))
-        self._targets.append(_Target(layer, weakref.ref(tensor), hook, node, key))
-        tensor.register_hook(hook)
+        target = _Target(layer, weakref.ref(tensor), hook, node, key)
+        self._targets.append(target)
+        target.handle = tensor.register_hook(hook)
 
     def _measure(self, target: _Target, gradient: torch.Tensor) -> None:
         """Queues the numbers of a gradient, and keeps the loss scale that is in it."""
