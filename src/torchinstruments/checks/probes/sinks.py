@@ -398,6 +398,11 @@ def _unlike_probabilities(sums: AttentionSums | None) -> str:
     num_nonfinite = int(sums.num_nonfinite.item())
     if num_nonfinite:
         return f"nonfinite: {num_nonfinite} values are NaN or infinite"
+    lowest = float(sums.lowest.item())
+    if lowest < 0:
+        return f"not_attention: values below 0 (lowest {lowest:.3g})"
+    if not sums.live.any().item():
+        return "not_attention: every value is 0"
     furthest = float(sums.furthest_from_one.item())
     if furthest > _TOLERANCE:
         return f"not_attention: values of a query do not sum to 1 (furthest by {furthest:.3g})"
