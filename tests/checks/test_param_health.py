@@ -49,7 +49,8 @@ def codes(health):
     return [finding.code for finding in health.findings]
 
 
-def test_a_fresh_model_with_norm_layers_has_information_alone():
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_fresh_model_with_norm_layers_has_information_alone(dtype):
     """The weights of norm layers are all one, their biases and running means all zero: no fault."""
     model = nn.Sequential(
         nn.Embedding(7, 8, padding_idx=0),
@@ -57,10 +58,16 @@ def test_a_fresh_model_with_norm_layers_has_information_alone():
         nn.BatchNorm1d(8),
         nn.GroupNorm(2, 8),
         nn.LayerNorm(8),
+        nn.RMSNorm(8),
+        nn.InstanceNorm1d(8, affine=True, track_running_stats=True),
         nn.TransformerEncoderLayer(8, 2, 16),
+        nn.MultiheadAttention(8, 2, add_bias_kv=True),
         nn.LSTM(8, 8),
+        nn.GRU(8, 8, num_layers=2, bidirectional=True),
+        nn.PReLU(8),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
     )
-    health = audited(model)
+    health = audited(model.to(dtype))
     assert {finding.severity for finding in health.findings} == {Severity.INFO}
     assert codes(health) == ["param_all_zero", "param_all_same"]
     assert "2.weight" in health.findings[1].names
