@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from checks.training import INF, compiled, mlp, scaler
+from checks.training import INF, Secretive, compiled, mlp, scaler
 from torchinstruments.checks import CheckLifecycleError, Severity, grad_health
 from torchinstruments.errors import ConfigurationError
 
@@ -292,6 +292,16 @@ def test_a_graph_that_outlives_the_block_keeps_nothing_of_it():
     assert reference() is None
     loss.backward()
     assert model[0].weight.grad is not None
+
+
+def test_a_gradient_whose_class_answers_no_question_is_measured():
+    """Neither the end of the block nor a hook asks it."""
+    model = mlp(depth=1)
+    with grad_health(model, scaler=None) as health:
+        model(torch.ones(2, 4)).sum().backward()
+        norm = float(model[0].weight.grad.norm())
+        model[0].weight.grad = model[0].weight.grad.as_subclass(Secretive)
+    assert health.row("0").parameter_norm == pytest.approx((norm**2 + 16) ** 0.5)
 
 
 def test_it_is_for_one_block():

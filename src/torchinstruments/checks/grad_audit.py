@@ -46,7 +46,7 @@ from torchinstruments.observe.selection import Layer
 from torchinstruments.observe.stack import is_in_reentrant_checkpoint
 from torchinstruments.ranks.declared_scale import declared_scale_of
 from torchinstruments.records import Reason, ScaleProvenance, Scope, error_text
-from torchinstruments.statistics.isolation import functions_off, isolated, unintercepted
+from torchinstruments.statistics.isolation import isolated, unintercepted
 
 __all__ = ["EXPLODING_THRESHOLD", "SCHEMA_VERSION", "VANISHING_THRESHOLD", "GradHealth", "grad_health"]
 
@@ -267,7 +267,7 @@ class GradHealth:
             elif len(target.numbers) >= _MAX_ARRIVALS:
                 target.reason = f"too_many_gradients: only {_MAX_ARRIVALS} of one output are measured"
             else:
-                with functions_off(), isolated(gradient):
+                with unintercepted(), isolated(gradient):
                     self._measure(target, gradient)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             target.reason = f"hook_error: {type(error).__name__}"
@@ -323,7 +323,7 @@ class GradHealth:
 
     def _conclude(self) -> None:
         """Makes rows and findings (training thread)."""
-        with functions_off(), isolated("cpu"):
+        with unintercepted(), isolated("cpu"):
             reading = Reading()
             scale = None if self._scale is None else reading.add_one(self._scale)
             columns = [
