@@ -20,6 +20,7 @@ from torchinstruments.checks.alarms import StepAlarms
 from torchinstruments.checks.attempts import Attempts
 from torchinstruments.checks.check import BackwardLook, Check, Judge, StepLook
 from torchinstruments.checks.findings import Action, CheckWarning, Finding, FindingStore, Moment
+from torchinstruments.checks.guard import guarded, internal_error
 from torchinstruments.checks.inventory import Inventory
 from torchinstruments.checks.looks import LookMaker
 from torchinstruments.checks.measures import norms, sort_out
@@ -28,7 +29,7 @@ from torchinstruments.checks.unstepped import Unstepped
 from torchinstruments.checks.watchdog import Watchdog
 from torchinstruments.errors import CheckViolationError
 from torchinstruments.observe.engine import is_capturing_graph
-from torchinstruments.records import Reason, error_text
+from torchinstruments.records import Reason
 from torchinstruments.statistics.isolation import functions_off, isolated
 from torchinstruments.warning_place import warn_user
 
@@ -78,7 +79,7 @@ class SiteVisitor:
         self._after_backward = _overriding(checks, "backward_ended")
         self._before = _overriding(checks, "before_write")
         self._after = _overriding(checks, "after_write")
-        self._failures: Counter[str] = Counter()
+        self._failures: Counter[Check] = Counter()
         of_steps = [check.name for check in (*self._before, *self._after) if not check.is_passive]
         self._alarms = StepAlarms(
             watchdog, unstepped, tuple(dict.fromkeys(of_steps)), self._moment, self.emit
@@ -114,6 +115,10 @@ class SiteVisitor:
         found = [self._inventory.index_of(tensor) for tensors in steps for tensor in tensors]
         # Where sharding exchanges parameters none of them is there, and any backward may be theirs.
         self._awaited = frozenset([index for index in found if index is not None]) or None
+
+    def give_up(self, check: Check) -> None:
+        """Asks a check nothing more (training thread, at attach)."""
+        self._failures[check] = _MAX_FAILURES
 
     def go_on_from(self, former: "SiteVisitor") -> None:
         """Takes what was counted by the one of an earlier attach (training thread, at attach)."""
@@ -302,7 +307,7 @@ class SiteVisitor:
         """Has checks queue their work; one that raises does not stop the others."""
         judges: list[tuple[Check, Judge]] = []
         for check in checks:
-            if self._failures[check.name] >= _MAX_FAILURES:
+            if self._failures[check] >= _MAX_FAILURES:
                 continue
             try:
                 judge: Judge | None = getattr(check, site)(look)
@@ -324,15 +329,13 @@ class SiteVisitor:
             except Exception as error:  # noqa: BLE001 - isolated from the next check
                 self._failed(check, error)
             else:
-                self._failures[check.name] = 0
+                self._failures[check] = 0
                 check.has_run = True
 
     def _failed(self, check: Check, error: Exception) -> None:
-        self._failures[check.name] += 1
-        self._store.add_unavailable(
-            check.name, f"internal_error: {type(error).__name__}: {error_text(error)}"
-        )
-        if self._failures[check.name] == _MAX_FAILURES:
+        self._failures[check] += 1
+        self._store.add_unavailable(check.name, internal_error(error))
+        if self._failures[check] == _MAX_FAILURES:
             self._store.add_unavailable(check.name, f"given_up: it failed {_MAX_FAILURES} times in a row")
 
     def _raise(self) -> None:
@@ -345,7 +348,9 @@ class SiteVisitor:
             return
         finding = self._to_raise[0]
         self._to_raise = []
-        report = self._violated(finding)
+        report: dict[str, object] = {}
+        with guarded("session", self._store.add_unavailable):
+            report = self._violated(finding)
         error = CheckViolationError(f"{finding.message}; {finding.remedy}")
         error.fields = {
             "code": finding.code,
