@@ -28,6 +28,7 @@ def test_an_action_on_ratios_that_nothing_judges_is_refused(action, bounds):
     session.register_update_ratio_check(bounds=(None, 0.1), action=action)
 
 
+_TORCHECK_KINDS = ("changing", "unchanging", "nan", "inf")
 _LOW = {"vanishing_threshold": 1e-9, "exploding_threshold": 1e-6}
 _BAD = {
     "change": ("register_change_check", {}, "param_received_no_gradient"),
@@ -120,3 +121,12 @@ def test_the_page_has_every_default_as_it_is():
     told = {(name, one) for name, one in arguments if (name, one) in shown or ("", one) in shown}
     assert told == arguments
     assert {("ChecksSession", "clip_norm"), ("ChecksSession", "accumulation_steps")} <= shown.keys()
+
+
+def test_the_page_maps_each_registrar_and_control_of_torcheck():
+    """Nine and four."""
+    kinds = [f"add_{what}_{kind}_check" for what in ("tensor", "module") for kind in _TORCHECK_KINDS]
+    names = [*kinds, "add_module_output_range_check", "disable", "enable", "verbose_on", "verbose_off"]
+    _, _, table = _PAGE.read_text(encoding="utf-8").partition("## Coming from torcheck")
+    shown = [name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split(" | ")[0])]
+    assert sorted(shown) == sorted(names)
