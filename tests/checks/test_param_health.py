@@ -207,6 +207,21 @@ def test_bounds_are_closed_and_count_both_sides():
     assert scanned(torch.ones(2, dtype=torch.float16), bounds={"x": (-1e30, 1e30)}).num_above == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_an_infinity_lies_beyond_a_bound_that_the_dtype_does_not_reach(dtype):
+    """On either side; finite numbers lie where the bound has them."""
+    tensor = torch.tensor([1.0, INF, -INF, NAN, torch.finfo(dtype).max], dtype=dtype)
+    for bounds, below, above in (
+        ((-1e300, 1e300), 1, 1),
+        ((1e300, None), 3, 0),
+        ((None, -1e300), 0, 3),
+        ((None, 1e300), 0, 1),
+        ((-1e300, None), 1, 0),
+    ):
+        found = scanned(tensor, bounds={"x": bounds})
+        assert (found.num_below, found.num_above) == (below, above), bounds
+
+
 def test_bounds_of_an_alias_hold():
     """A tied weight is one row; its bounds may be declared by either name."""
     model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
