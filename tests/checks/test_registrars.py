@@ -90,13 +90,27 @@ def test_every_finding_says_where_its_numbers_come_from(kind):
         assert one.moment.attempt is not None, one.code
 
 
+def _warned(kind, is_bad):
+    """Returns the session and how often it has warned."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        session = _trained(kind, "warn", is_bad)
+    return session, len([one for one in warned if issubclass(one.category, CheckWarning)])
+
+
+@pytest.mark.parametrize("kind", _BAD)
+def test_warn_is_honoured_by_every_registrar_and_speaks_once_of_what_lasts(kind):
+    """Thirty bad steps in a row."""
+    session, num_warnings = _warned(kind, lambda _: True)
+    assert num_warnings == 1
+    assert _BAD[kind][2] in {one.code for one in session.report().findings}
+
+
 @pytest.mark.parametrize("kind", ["frozen", "gradient", "parameter"])
 def test_warn_speaks_again_only_after_a_clean_window(kind):
     """Every second step is bad, then ten are not; each bad one is in the report."""
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        session = _trained(kind, "warn", lambda step: step % 2 == 0 and not 10 < step < 20)
-    assert len([one for one in warned if issubclass(one.category, CheckWarning)]) == 2
+    session, num_warnings = _warned(kind, lambda step: step % 2 == 0 and not 10 < step < 20)
+    assert num_warnings == 2
     found = [one for one in session.report().findings if one.code == _BAD[kind][2]]
     assert [one.action for one in found] == ["warn", *["collect"] * 5, "warn", *["collect"] * 4]
 
