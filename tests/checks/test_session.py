@@ -359,3 +359,5 @@ def test_what_is_no_optimizer_is_named_in_one_line():
         ChecksSession(model, [SGD(model.parameters()), 3])
     assert str(raised.value).startswith("optimizer=[SGD, 3] is no torch.optim.Optimizer")
     assert "\n" not in str(raised.value)
+    with pytest.raises(ConfigurationError, match=r"^optimizer=set is no torch.optim.Optimizer"):
+        ChecksSession(model, {SGD(model.parameters())})

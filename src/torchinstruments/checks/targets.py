@@ -97,4 +97,5 @@ def _shown(given: object) -> str:
     """Returns what was given, without the many lines that an optimizer prints."""
     if isinstance(given, (list, tuple)):
         return f"[{', '.join(_shown(one) for one in given)}]"
-    return type(given).__name__ if isinstance(given, Optimizer) else repr(given)
+    shown = repr(given)
+    return type(given).__name__ if isinstance(given, Optimizer) or "\n" in shown else shown
