@@ -10,7 +10,16 @@ import torch
 from torch.optim import SGD
 
 from checks.training import INF, batch, mlp
-from torchinstruments.checks import ChecksSession, CheckViolationError, CheckWarning
+from torchinstruments.checks import (
+    ChecksSession,
+    CheckViolationError,
+    CheckWarning,
+    LivenessProbe,
+    RangeProbe,
+    func,
+    module,
+    param_health,
+)
 from torchinstruments.errors import ConfigurationError
 
 _PAGE = Path(__file__).parents[2] / "docs" / "checks.md"
@@ -135,6 +144,37 @@ def test_the_page_has_every_default_as_it_is():
     told = {(name, one) for name, one in arguments if (name, one) in shown or ("", one) in shown}
     assert told == arguments
     assert {("ChecksSession", "clip_norm"), ("ChecksSession", "accumulation_steps")} <= shown.keys()
+
+
+class _Unshown:
+    """What has no text."""
+
+    def __repr__(self):
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize("value", [torch.ones(40, 3), _Unshown(), {"x": "y" * 1_000}], ids=type)
+def test_whatever_is_given_the_sentence_has_one_line_and_an_end(value):
+    """A tensor prints many lines, and another object none."""
+    session = ChecksSession(mlp(), scaler=None)
+    for wrong in (
+        lambda: session.register_update_ratio_check(bounds=value),
+        lambda: session.register_magnitude_check(exploding_threshold=value),
+        lambda: session.register_change_check(within=value, window=value),
+        lambda: session.register_nonfinite_grad_check(action=value),
+        lambda: ChecksSession(mlp(), value),
+        lambda: param_health(mlp(), bounds={"*": value}),
+        lambda: param_health(mlp(), max_fraction=value),
+        lambda: RangeProbe(value),
+        lambda: LivenessProbe(value),
+        lambda: func(value),
+        lambda: module(value),
+    ):
+        with pytest.raises(ConfigurationError) as raised:
+            wrong()
+        assert "\n" not in str(raised.value)
+        assert "give" in str(raised.value)
+        assert len(str(raised.value)) < 400
 
 
 def test_the_page_maps_each_registrar_and_control_of_torcheck():

@@ -20,7 +20,7 @@ from torchinstruments.checks.param_rows import (
     headroom_used,
     rules_of,
 )
-from torchinstruments.checks.registration import bounds_of, flag_of, names_of
+from torchinstruments.checks.registration import bounds_of, flag_of, names_of, shown
 from torchinstruments.checks.tensor_scan import Bounds, DeviceScan, Scanned, merged, parts_of, read, scan
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.observe.sharding import is_flattened
@@ -118,12 +118,14 @@ def _declared(
         return {}
     if not isinstance(bounds, Mapping):
         raise ConfigurationError(
-            f"bounds={bounds!r} is not possible; give a mapping from names to pairs (low, high)"
+            f"bounds={shown(bounds)} is not possible; give a mapping from names to pairs (low, high)"
         )
     declared: dict[int, Bounds] = {}
     for name, pair in bounds.items():
         if not isinstance(name, str):
-            raise ConfigurationError(f"bounds has {name!r}, which is no name; give one, or a pattern with *")
+            raise ConfigurationError(
+                f"bounds has {shown(name)}, which is no name; give one, or a pattern with *"
+            )
         found = bounds_of(f"bounds[{name!r}]", pair)
         if found is None:
             raise ConfigurationError(
@@ -180,22 +182,22 @@ def _begun(entry: AuditEntry, declared: Mapping[int, Bounds]) -> _Begun:
 
 def _row(begun: _Begun, scanned: Scanned | None, reason: str) -> ParamHealthRow:
     """Returns the row of a tensor."""
-    entry, shown = begun.entry, begun.entry.tensor if begun.part is None else begun.part
+    entry, seen = begun.entry, begun.entry.tensor if begun.part is None else begun.part
     with unintercepted():
-        is_shapeless = is_lazy(shown) or shown.is_nested
+        is_shapeless = is_lazy(seen) or seen.is_nested
         return ParamHealthRow(
             name=entry.name,
             aliases=entry.aliases,
             kind=entry.kind,
-            shape=() if is_shapeless else tuple(map(int, shown.shape)),
-            dtype=str(shown.dtype).removeprefix("torch."),
-            device=str(shown.device),
+            shape=() if is_shapeless else tuple(map(int, seen.shape)),
+            dtype=str(seen.dtype).removeprefix("torch."),
+            device=str(seen.device),
             scope=begun.scope,
             is_scanned=scanned is not None,
             reason=reason,
             scanned=scanned,
             bounds=begun.bounds,
-            headroom_used=None if scanned is None else headroom_used(shown.dtype, scanned),
+            headroom_used=None if scanned is None else headroom_used(seen.dtype, scanned),
         )
 
 
@@ -225,4 +227,4 @@ def _share_of(argument: str, value: object) -> float:
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1:
         return float(value)
-    raise ConfigurationError(f"{argument}={value!r} is not possible; give a share, above 0 and up to 1")
+    raise ConfigurationError(f"{argument}={shown(value)} is not possible; give a share, above 0 and up to 1")

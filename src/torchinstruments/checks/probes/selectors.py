@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from torchinstruments.checks.registration import shown
 from torchinstruments.errors import ConfigurationError
 
 __all__ = ["FunctionSelector", "ModuleSelector", "Selector", "func", "module", "plain_name", "selectors_of"]
@@ -114,7 +115,7 @@ def func(name: str | Callable[..., Any]) -> FunctionSelector:
     elif callable(name):
         return FunctionSelector(getattr(name, "__name__", repr(name)), name)
     raise ConfigurationError(
-        f"func({name!r}) names no function; give a name such as 'relu', a dotted one such as "
+        f"func({shown(name)}) names no function; give a name such as 'relu', a dotted one such as "
         f"'torch.nn.functional.relu', or the function itself"
     )
 
@@ -131,7 +132,7 @@ def module(pattern: str) -> ModuleSelector:
     """
     if not isinstance(pattern, str):
         raise ConfigurationError(
-            f"module({pattern!r}) is not possible; give a name or a pattern such as 'encoder.*'"
+            f"module({shown(pattern)}) is not possible; give a name or a pattern such as 'encoder.*'"
         )
     return ModuleSelector(pattern)
 
@@ -147,7 +148,7 @@ def selectors_of(argument: str, value: object) -> tuple[Selector, ...]:
     found = tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else ()
     if not found or not all(isinstance(one, (FunctionSelector, ModuleSelector)) for one in found):
         raise ConfigurationError(
-            f"{argument}={value!r} is not possible; give selectors, such as [func('relu'), module('0')]"
+            f"{argument}={shown(value)} is not possible; give selectors, such as [func('relu'), module('0')]"
         )
     return tuple(dict.fromkeys(found))
 

@@ -19,7 +19,7 @@ from torchinstruments.checks.probes.attention import (
 )
 from torchinstruments.checks.probes.selectors import Selector, selectors_of
 from torchinstruments.checks.probes.watching import Probe
-from torchinstruments.checks.registration import positive_of
+from torchinstruments.checks.registration import positive_of, shown
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.records import Scope
 from torchinstruments.statistics.device import accumulation_dtype
@@ -225,8 +225,8 @@ class SinkProbe(Probe[_SinkSite]):
         self._sink_mass = positive_of("sink_mass", sink_mass)
         if self._sink_mass >= 1:
             raise ConfigurationError(
-                f"sink_mass={sink_mass!r} is not possible; give a mean probability between 0 and 1, such as "
-                f"{SINK_MASS}"
+                f"sink_mass={shown(sink_mass)} is not possible; give a mean probability between 0 and 1, "
+                f"such as {SINK_MASS}"
             )
         self._uniform_factor = positive_of("uniform_factor", uniform_factor)
         self._outlier_factor = positive_of("outlier_factor", outlier_factor)
