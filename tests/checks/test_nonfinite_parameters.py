@@ -37,13 +37,14 @@ def test_buffers_can_be_left_out_and_integers_are_no_matter():
     assert session.report().checks_run == ("nonfinite_param",)
 
 
-def test_a_mask_of_attention_is_no_finding_until_it_is_none():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e5m2], ids=str)
+def test_a_mask_of_attention_is_no_finding_until_it_is_none(dtype):
     """A buffer of zeros and negative infinity; what is NaN in it later is raised all the same."""
     model = mlp()
-    model.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(4))
+    model.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(4).to(dtype))
     with _session(model) as session:
         optimizer = train(model, steps=3)
-        assert session.report().findings == ()
+        assert (session.report().findings, session.report().unavailable) == ((), ())
         assert session.report().counters["host_reads"] == 3
         model.mask[0, 0] = float("nan")
         with pytest.raises(CheckViolationError, match="mask"):

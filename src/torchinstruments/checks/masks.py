@@ -32,4 +32,5 @@ def is_mask(buffer: torch.Tensor) -> bool:
 def lifted(mask: torch.Tensor) -> torch.Tensor:
     """Returns what is finite where a mask is as it was: it without its negative infinities (hot path)."""
     own = local_part(mask)
+    own = own if own.itemsize > 1 else own.float()
     return own.masked_fill(own == -torch.inf, 0)
