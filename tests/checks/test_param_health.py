@@ -426,6 +426,9 @@ def test_checks_that_nothing_was_asked_of_did_not_run():
         ({"bounds": {"0.weight": (0, 10**400)}}, "give a pair"),
         ({"bounds": [1]}, "give a mapping"),
         ({"bounds": {3: (0, 1)}}, "bounds has 3"),
+        ({"within": ["table"], "include_buffers": False}, "within has 'table', which is left out"),
+        ({"bounds": {"table": (0, 1)}, "include_buffers": False}, "bounds has 'table', which is left out"),
+        ({"bounds": {"1.*": (0, 1)}, "within": ["0.*"]}, "bounds has '1.*', which is left out"),
         ({"max_fraction": 0}, "give a share"),
         ({"subnormal_fraction_threshold": 2}, "give a share"),
         ({"include_buffers": 1}, "give True or False"),
@@ -433,8 +436,10 @@ def test_checks_that_nothing_was_asked_of_did_not_run():
 )
 def test_mistakes_are_one_sentence(options, message):
     """With the value and the way out."""
+    model = mlp()
+    model.register_buffer("table", torch.ones(2))
     with pytest.raises(ConfigurationError, match=message):
-        audited(options.pop("target", mlp()), **options)
+        audited(options.pop("target", model), **options)
 
 
 def test_a_row_that_is_not_there_is_one_sentence():

@@ -91,7 +91,7 @@ def param_health(
         are information, for norm layers begin as such.
 
     Raises:
-        ConfigurationError: An argument is not possible, or a name stands for nothing.
+        ConfigurationError: An argument is not possible, or a name stands for nothing that is looked at.
     """
     flag_of("include_buffers", include_buffers)
     limit = _share_of("max_fraction", max_fraction)
@@ -99,19 +99,41 @@ def param_health(
     inventory, entries, others = entries_of(target)
     names = names_of("within", within)
     not_tensors = [_no_tensor(other) for other in others]
-    if names is not None:
-        chosen = inventory.resolve(names, "within")
-        entries = [entry for entry in entries if not chosen.isdisjoint(entry.positions)]
-        not_tensors.clear()
     if not include_buffers:
         entries = [entry for entry in entries if entry.kind != BUFFER]
-    declared = _declared(inventory, bounds)
+    if names is not None:
+        kept = _positions(entries)
+        chosen = frozenset[int]().union(*(_resolved(inventory, kept, name, "within") for name in names))
+        entries = [entry for entry in entries if not chosen.isdisjoint(entry.positions)]
+        not_tensors.clear()
+    declared = _declared(inventory, _positions(entries), bounds)
     rows = _rows(entries, declared) + not_tensors
     return concluded(rows, rules_of(limit, threshold), has_bounds=bool(declared))
 
 
+def _positions(entries: Sequence[AuditEntry]) -> frozenset[int]:
+    return frozenset(position for entry in entries for position in entry.positions)
+
+
+def _resolved(inventory: Inventory, kept: frozenset[int], name: str, argument: str) -> frozenset[int]:
+    """Returns the positions that a name stands for.
+
+    Raises:
+        ConfigurationError: It stands for nothing, or for nothing that is looked at.
+    """
+    found = inventory.resolve((name,), argument)
+    if found.isdisjoint(kept):
+        raise ConfigurationError(
+            f"{argument} has {name!r}, which is left out by include_buffers= or within=; give only what is "
+            f"looked at"
+        )
+    return found
+
+
 def _declared(
-    inventory: Inventory, bounds: Mapping[str, tuple[float | None, float | None]] | None
+    inventory: Inventory,
+    kept: frozenset[int],
+    bounds: Mapping[str, tuple[float | None, float | None]] | None,
 ) -> dict[int, Bounds]:
     """Returns the bounds of each position of the inventory."""
     if bounds is None:
@@ -131,7 +153,7 @@ def _declared(
             raise ConfigurationError(
                 f"bounds[{name!r}] is None; give a pair (low, high), None for an open side"
             )
-        declared |= dict.fromkeys(inventory.resolve((name,), "bounds"), found)
+        declared |= dict.fromkeys(_resolved(inventory, kept, name, "bounds"), found)
     return declared
 
 
