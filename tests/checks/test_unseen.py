@@ -262,6 +262,8 @@ def test_backwards_that_reach_nothing_of_the_sessions_optimizer_are_no_missing_s
         assert session.report().findings == ()
         assert session.report().unavailable == ()
         assert session.report().counters["accepted_steps"] == number
+    of_critic = sessions[1].report().ledgers["scale"]
+    assert (of_critic["attempts"], of_critic["micro_batches_per_attempt"]["most_frequent"]) == (20, 1)
 
 
 def test_a_session_that_only_counts_says_nothing_of_missing_steps():
