@@ -1,8 +1,12 @@
 """Copies around a write: their norms, and those of what was added."""
 
+import gc
+
 import pytest
 import torch
 
+from checks.training import mlp, train
+from torchinstruments.checks import ChecksSession, CheckViolationError
 from torchinstruments.checks.copies import Copies
 from torchinstruments.checks.reading import Reading
 from torchinstruments.statistics.isolation import functions_off, isolated
@@ -60,3 +64,18 @@ def test_memory_is_kept_from_step_to_step_and_given_back():
         assert [rows.data_ptr() for rows in copies._rows.values()] == first
         copies.clear()
     assert (copies.indices, copies._rows) == ((), {})
+
+
+def test_a_raise_after_the_write_holds_no_copy():
+    """Also while the exception lives, which holds the frames that it came through."""
+    others = {id(one) for one in gc.get_objects() if type(one) is Copies}
+    model = mlp(depth=6)
+    session = ChecksSession(model, scaler=None)
+    session.register_update_ratio_check()
+    session.register_frozen_check(["0.weight"])
+    with pytest.raises(CheckViolationError) as raised, session:
+        train(model)
+    assert raised.value.fields["code"] == "frozen_param_changed"
+    held = [one for one in gc.get_objects() if type(one) is Copies and id(one) not in others]
+    assert held
+    assert not [one for one in held if one.indices or one._rows or one._buffers]

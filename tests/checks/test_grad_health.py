@@ -1,6 +1,8 @@
 """One backward, module by module: what its gradients show, and where that begins."""
 
+import gc
 import json
+import weakref
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from checks.training import INF, compiled, mlp, scaler
+from checks.training import INF, Secretive, compiled, mlp, scaler
 from torchinstruments.checks import CheckLifecycleError, Severity, grad_health
 from torchinstruments.errors import ConfigurationError
 
@@ -166,6 +168,33 @@ def test_missing_gradients_are_information():
     assert health.row("0").num_parameters_without_gradient == 2
 
 
+def test_an_output_of_several_that_is_not_used_is_no_missing_gradient():
+    """A recurrent layer gives its states too; a healthy loss of the sequence alone finds nothing."""
+    model = nn.ModuleDict({"lstm": nn.LSTM(4, 4), "gru": nn.GRU(4, 4), "head": nn.Linear(4, 4)})
+    with grad_health(model, scaler=None) as health:
+        model["head"](model["gru"](model["lstm"](X)[0])[0]).square().sum().backward()
+    assert health.findings == ()
+    assert (health.row("lstm").num_outputs, health.row("lstm").num_arrived) == (3, 1)
+    assert not any(row.is_frontier for row in health.rows)
+
+
+def test_modules_with_children_and_parameters_of_their_own_have_rows():
+    """Attention, a parametrised layer, and one with a token; a container without parameters has none."""
+    model = nn.Sequential(
+        nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, bias=False)),
+    )
+    model.register_parameter("token", nn.Parameter(torch.ones(4)))
+    with grad_health(model, scaler=None) as health:
+        (model(X[None]) * 0 * model.token).sum().backward()
+    for name in ("", "0.self_attn", "1"):
+        assert health.row(name).num_arrived == 1, name
+    assert health.row("0.self_attn").parameter_norm == 0.0
+    with pytest.raises(KeyError):
+        health.row("0")
+    assert frontier(health, "gradient_zero") == ["1"]
+
+
 def test_modules_without_evidence_say_why():
     """Never called, no output that requires a gradient, or no backward at all."""
     model = nn.ModuleDict({"used": nn.Linear(4, 4), "spare": nn.Linear(4, 4), "frozen": nn.Linear(4, 4)})
@@ -173,7 +202,7 @@ def test_modules_without_evidence_say_why():
     with grad_health(model) as health:
         model["frozen"](X)
         model["used"](X).sum().backward()
-    assert health.row("spare").reason.startswith("never_called")
+    assert health.row("spare").reason == "never_called: this thread made no call inside the block"
     assert health.row("frozen").reason == "no_gradient: no output requires one"
     with grad_health(model) as health:
         model["used"](X)
@@ -252,6 +281,29 @@ def test_an_exception_goes_through_and_leaves_no_hook():
     assert health.row("0").num_calls == 1
 
 
+def test_a_graph_that_outlives_the_block_keeps_nothing_of_it():
+    """Its outputs are gone and cannot be asked for their hooks; the backward goes on as if none had been."""
+    model = deep()
+    with grad_health(model, scaler=None) as health:
+        loss = model(X).sum()
+    reference = weakref.ref(health)
+    del health
+    gc.collect()
+    assert reference() is None
+    loss.backward()
+    assert model[0].weight.grad is not None
+
+
+def test_a_gradient_whose_class_answers_no_question_is_measured():
+    """Neither the end of the block nor a hook asks it."""
+    model = mlp(depth=1)
+    with grad_health(model, scaler=None) as health:
+        model(torch.ones(2, 4)).sum().backward()
+        norm = float(model[0].weight.grad.norm())
+        model[0].weight.grad = model[0].weight.grad.as_subclass(Secretive)
+    assert health.row("0").parameter_norm == pytest.approx((norm**2 + 16) ** 0.5)
+
+
 def test_it_is_for_one_block():
     """A second use would mix two backwards."""
     watching = grad_health(mlp())
@@ -266,6 +318,8 @@ def test_it_is_for_one_block():
     [
         ({"model": torch.ones(1)}, "model=Tensor has no modules"),
         ({"within": ["nothing"]}, "within has 'nothing'"),
+        ({"within": []}, "give names of modules as in model.named_modules()"),
+        ({"exploding_threshold": 10**400}, "give a positive number"),
         ({"vanishing_threshold": 0}, "give a positive number"),
         ({"vanishing_threshold": 2.0, "exploding_threshold": 1.0}, "is not below"),
         ({"scaler": "auto"}, "give the torch.amp.GradScaler"),

@@ -116,13 +116,42 @@ def test_a_disabled_scaler_scales_nothing():
     assert (finding.stage, finding.scale_provenance) == ("pre_clip_unscaled", "unscaled")
 
 
+@pytest.mark.parametrize("overflows", [(), (2,)])
 @pytest.mark.parametrize("micro_batches", [1, 4, 8])
-def test_the_watchdog_is_silent_while_steps_are_accepted(micro_batches):
-    """Whatever is accumulated, and nothing declared."""
-    model, grad_scaler = mlp(), scaler()
+def test_the_watchdog_is_silent_while_steps_are_accepted(micro_batches, overflows):
+    """Whatever is accumulated, and nothing declared; with a scaler, and without one."""
+    model, grad_scaler = mlp(), scaler() if overflows else None
     with ChecksSession(model, scaler=grad_scaler) as session:
-        train(model, steps=8, micro_batches=micro_batches, grad_scaler=grad_scaler, overflows=(2,))
-    assert session.report().ledgers["watchdog"]["num_trips"] == 0
+        train(model, steps=8, micro_batches=micro_batches, grad_scaler=grad_scaler, overflows=overflows)
+    report = session.report()
+    assert (report.ledgers["watchdog"]["num_trips"], report.findings) == (0, ())
+    assert report.ledgers["scale"]["micro_batches_per_attempt"]["most_frequent"] == micro_batches
+    assert report.ledgers["scale"]["skipped_attempts"] == len(overflows)
+
+
+class _Unasked(torch.amp.GradScaler):
+    """A scaler whose scale nobody asks for, which on a GPU would wait for it."""
+
+    def get_scale(self):
+        """Refuses."""
+        raise AssertionError("the scale was asked for")
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_fused_optimizer_skips_inside_its_step(is_checked):
+    """Which the scaler calls all the same; nothing is clipped, and the scale is no factor of clipping."""
+    model, grad_scaler = mlp(), _Unasked("cpu", init_scale=1024.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    session = ChecksSession(model, optimizer, scaler=grad_scaler)
+    if is_checked:
+        session.register_magnitude_check()
+        session.register_nonfinite_grad_check()
+    with session:
+        train(model, optimizer, steps=8, grad_scaler=grad_scaler, overflows=(3,))
+    report = session.report()
+    assert report.counters["accepted_steps"] == report.ledgers["scale"]["accepted_steps"] == 7
+    assert report.ledgers["scale"]["skipped_attempts"] == 1
+    assert report.ledgers["clip"]["applied_clip_factors"] == (pytest.approx(1.0),) * (7 * is_checked)
 
 
 @pytest.mark.parametrize("fused", [False, True])

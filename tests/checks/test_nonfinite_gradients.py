@@ -69,6 +69,22 @@ def test_clipping_that_spreads_an_infinity_names_its_culprit_and_counts_the_zero
     assert finding["collateral_zeroed"] == 3
 
 
+def test_a_gradient_that_was_zero_before_clipping_is_no_collateral():
+    """Whatever was declared of clipping; what clipping has zeroed is counted alone."""
+    for clip_norm in (None, 1.0):
+        model = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abc"})
+        optimizer = SGD(model.parameters(), lr=0.1)
+        session = ChecksSession(model, optimizer, scaler=None, clip_norm=clip_norm)
+        session.register_nonfinite_grad_check()
+        with session:
+            (model["a"](batch()) + model["b"](batch()) * 0 + model["c"](batch())).sum().backward()
+            poisoned(model["a"].weight)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with pytest.raises(CheckViolationError) as raised:
+                optimizer.step()
+        assert (_finding(raised)["names"], _finding(raised)["collateral_zeroed"]) == (["a.weight"], 3)
+
+
 def test_clipping_that_spreads_a_nan_names_what_was_nan_before_it():
     """Everything is NaN at the step; the accumulation site knows where it began."""
 

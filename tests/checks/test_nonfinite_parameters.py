@@ -37,6 +37,29 @@ def test_buffers_can_be_left_out_and_integers_are_no_matter():
     assert session.report().checks_run == ("nonfinite_param",)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e5m2], ids=str)
+def test_a_mask_of_attention_is_no_finding_until_it_is_none(dtype):
+    """A buffer of zeros and negative infinity; what is NaN in it later is raised all the same."""
+    model = mlp()
+    model.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(4).to(dtype))
+    with _session(model) as session:
+        optimizer = train(model, steps=3)
+        assert (session.report().findings, session.report().unavailable) == ((), ())
+        assert session.report().counters["host_reads"] == 3
+        model.mask[0, 0] = float("nan")
+        with pytest.raises(CheckViolationError, match="mask"):
+            train(model, optimizer, steps=1)
+
+
+def test_a_parameter_of_zeros_and_negative_infinity_is_no_mask():
+    """What an optimizer steps is to be finite."""
+    model = mlp()
+    with torch.no_grad():
+        model[0].bias.copy_(torch.tensor([0.0, -float("inf"), 0.0, 0.0]))
+    with _session(model), pytest.raises(CheckViolationError, match=r"0\.bias"):
+        SGD(model.parameters(), lr=0.0).step()
+
+
 def test_the_scan_has_a_cadence_and_says_new_names_once():
     """Every second step; the same names again are no news."""
     model = mlp()

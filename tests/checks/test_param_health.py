@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from checks.training import INF, mlp
+from checks.training import INF, Secretive, mlp
 from torchinstruments.checks import Severity, param_health
 from torchinstruments.errors import ConfigurationError
 
@@ -49,7 +49,8 @@ def codes(health):
     return [finding.code for finding in health.findings]
 
 
-def test_a_fresh_model_with_norm_layers_has_information_alone():
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_fresh_model_with_norm_layers_has_information_alone(dtype):
     """The weights of norm layers are all one, their biases and running means all zero: no fault."""
     model = nn.Sequential(
         nn.Embedding(7, 8, padding_idx=0),
@@ -57,10 +58,16 @@ def test_a_fresh_model_with_norm_layers_has_information_alone():
         nn.BatchNorm1d(8),
         nn.GroupNorm(2, 8),
         nn.LayerNorm(8),
+        nn.RMSNorm(8),
+        nn.InstanceNorm1d(8, affine=True, track_running_stats=True),
         nn.TransformerEncoderLayer(8, 2, 16),
+        nn.MultiheadAttention(8, 2, add_bias_kv=True),
         nn.LSTM(8, 8),
+        nn.GRU(8, 8, num_layers=2, bidirectional=True),
+        nn.PReLU(8),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
     )
-    health = audited(model)
+    health = audited(model.to(dtype))
     assert {finding.severity for finding in health.findings} == {Severity.INFO}
     assert codes(health) == ["param_all_zero", "param_all_same"]
     assert "2.weight" in health.findings[1].names
@@ -142,6 +149,9 @@ def test_large_whole_numbers_are_not_rounded():
     """2**53 + 1 is no float64, and lies above a bound of 2**53."""
     found = scanned(torch.tensor([2**53 + 1, 5]), bounds={"x": (None, 2.0**53)})
     assert (found.maximum, found.num_above) == (2**53 + 1, 1)
+    assert scanned(torch.tensor([2**53 + 1, 5]), bounds={"x": (None, 2**53 + 1)}).num_above == 0
+    assert scanned(torch.tensor([2**64 - 1], dtype=torch.uint64), bounds={"x": (2**64, 2**70)}).num_below == 1
+    assert scanned(torch.ones(2), bounds={"x": (0, 2**70)}).num_above == 0
 
 
 def test_booleans_are_zeros_and_ones():
@@ -168,6 +178,26 @@ def test_half_complex_is_audited_too():
     assert (row.scanned.maximum, row.headroom_used) == (65504.0, 1.0)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("lowest", [-INF, None])
+def test_a_mask_of_attention_is_information(dtype, lowest):
+    """A buffer of zeros and the lowest numbers; with a NaN, with a one, or as a parameter, none."""
+    mask = torch.full((4, 4), torch.finfo(dtype).min if lowest is None else lowest, dtype=dtype).triu(1)
+    code = "param_dtype_headroom" if lowest is None else "param_value_nonfinite"
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", mask)
+    (finding,) = audited(model).findings
+    assert (finding.code, finding.severity, finding.names) == ("param_mask", Severity.INFO, ("mask",))
+    assert finding.values["mask"]["num_neginf"] == (0 if lowest is None else 6)
+    mask[0, 0] = 1.0
+    assert codes(audited(model)) == [code]
+    mask[0, 0] = NAN
+    assert "param_value_nonfinite" in codes(audited(model))
+    assert codes(audited({"mask": nn.Parameter(torch.full((4, 4), -INF).triu(1))})) == [
+        "param_value_nonfinite"
+    ]
+
+
 def test_bounds_are_closed_and_count_both_sides():
     """A value on the bound is inside; an infinity lies beyond one; NaN is neither."""
     tensor = torch.tensor([-1.0, 0.0, 0.1, 6.0, 6.5, INF, -INF, NAN])
@@ -175,6 +205,21 @@ def test_bounds_are_closed_and_count_both_sides():
     assert (found.num_below, found.num_above) == (2, 2)
     assert scanned(torch.tensor([0.1]), bounds={"x": (None, 0.1)}).num_above == 0
     assert scanned(torch.ones(2, dtype=torch.float16), bounds={"x": (-1e30, 1e30)}).num_above == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_an_infinity_lies_beyond_a_bound_that_the_dtype_does_not_reach(dtype):
+    """On either side; finite numbers lie where the bound has them."""
+    tensor = torch.tensor([1.0, INF, -INF, NAN, torch.finfo(dtype).max], dtype=dtype)
+    for bounds, below, above in (
+        ((-1e300, 1e300), 1, 1),
+        ((1e300, None), 3, 0),
+        ((None, -1e300), 0, 3),
+        ((None, 1e300), 0, 1),
+        ((-1e300, None), 1, 0),
+    ):
+        found = scanned(tensor, bounds={"x": bounds})
+        assert (found.num_below, found.num_above) == (below, above), bounds
 
 
 def test_bounds_of_an_alias_hold():
@@ -290,6 +335,13 @@ def test_what_cannot_be_scanned_has_a_reason():
     json.loads(health.to_json())
 
 
+def test_a_class_that_answers_no_question_is_not_asked():
+    """Its memory is that of a plain tensor."""
+    health = audited({"x": torch.tensor([1.0, NAN]).as_subclass(Secretive), "fine": torch.ones(2)})
+    assert [row.scanned.num_nan for row in health.rows] == [1, 0]
+    json.loads(health.to_json())
+
+
 def test_lazy_parameters_wait_for_their_shape():
     """They are listed, and the rest is audited."""
     health = audited(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3)))
@@ -308,6 +360,17 @@ def test_an_optimizers_state_is_gone_through():
     assert health.row("state.0.exp_avg_sq").bounds == (0, None)
     assert health.row("param_groups.0.params").reason == "not_a_tensor: list"
     assert codes(health)[:1] != ["param_bounds_violated"]
+
+
+def test_names_that_a_mapping_has_twice_are_two_rows():
+    """A dotted key beside a nested one, a number beside its text: no tensor is lost."""
+    health = audited({"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}, 1: torch.tensor([NAN]), "1": 3})
+    assert [row.name for row in health.rows] == ["a.b", "a.b (2)", "1", "1 (2)"]
+    assert [row.codes for row in health.rows][:3] == [
+        ("param_all_same",),
+        ("param_all_zero",),
+        ("param_value_nonfinite",),
+    ]
 
 
 def test_buffers_can_be_left_out():
@@ -360,7 +423,12 @@ def test_checks_that_nothing_was_asked_of_did_not_run():
         ({"bounds": {"nothing": (0, 1)}}, "bounds has 'nothing'"),
         ({"bounds": {"0.weight": (2, 1)}}, "low <= high"),
         ({"bounds": {"0.weight": (math.nan, 1)}}, "low <= high"),
+        ({"bounds": {"0.weight": (0, 10**400)}}, "give a pair"),
         ({"bounds": [1]}, "give a mapping"),
+        ({"bounds": {3: (0, 1)}}, "bounds has 3"),
+        ({"within": ["table"], "include_buffers": False}, "within has 'table', which is left out"),
+        ({"bounds": {"table": (0, 1)}, "include_buffers": False}, "bounds has 'table', which is left out"),
+        ({"bounds": {"1.*": (0, 1)}, "within": ["0.*"]}, "bounds has '1.*', which is left out"),
         ({"max_fraction": 0}, "give a share"),
         ({"subnormal_fraction_threshold": 2}, "give a share"),
         ({"include_buffers": 1}, "give True or False"),
@@ -368,8 +436,10 @@ def test_checks_that_nothing_was_asked_of_did_not_run():
 )
 def test_mistakes_are_one_sentence(options, message):
     """With the value and the way out."""
+    model = mlp()
+    model.register_buffer("table", torch.ones(2))
     with pytest.raises(ConfigurationError, match=message):
-        audited(options.pop("target", mlp()), **options)
+        audited(options.pop("target", model), **options)
 
 
 def test_a_row_that_is_not_there_is_one_sentence():

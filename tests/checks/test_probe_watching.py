@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from checks.training import mlp
@@ -110,6 +111,104 @@ def test_an_unwatched_forward_pays_for_nothing():
     assert leftovers(model) == []
     model(X)
     assert [one.num_seen for one in probe.facts()] == [1, 1, 1]
+
+
+class Operations(TorchDispatchMode):
+    """Notes every operation that a device would run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Runs it."""
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of(model):
+    """Returns the operations of a forward and its backward."""
+    model.zero_grad()
+    with Operations() as mode:
+        model(X).sum().backward()
+    return mode.names
+
+
+def test_a_forward_that_is_not_watched_has_no_operation_more():
+    """Before, behind and inside a block that watches another model; in a block these probes see one."""
+    model, other = nn.Sequential(mlp(), nn.ReLU()), mlp()
+    bare = operations_of(model)
+    found = probes()
+    with ExitStack() as stack:
+        for probe in found:
+            stack.enter_context(probe.watch(other))
+        assert operations_of(model) == bare
+        assert operations_of(other)
+        assert operations_of(model) == bare
+    with ExitStack() as stack:
+        for probe in found:
+            stack.enter_context(probe.watch(model))
+        model(X)
+    assert operations_of(model) == bare
+    assert [probe.num_forwards for probe in found] == [2, 2, 2]
+
+
+def test_a_watch_goes_on_after_an_exception_that_the_program_catches():
+    """Between the calls nothing is seen, and the next call is a forward again."""
+
+    class Sometimes(nn.Module):
+        is_bad = True
+
+        def forward(self, x):
+            """Raises now and then."""
+            x = x.relu()
+            if self.is_bad:
+                raise KeyError("mine")
+            return x.relu()
+
+    model, probe = Sometimes(), LivenessProbe([func("relu")])
+    with probe.watch(model):
+        with pytest.raises(KeyError):
+            model(X)
+        assert _get_current_function_mode_stack() == []
+        torch.relu(X)
+        model.is_bad = False
+        model(X)
+    assert [(one.site, one.num_seen) for one in probe.facts()] == [("(model):relu", 2), ("(model):relu#1", 1)]
+    assert leftovers(model) == []
+
+
+def test_blocks_may_be_nested_and_end_in_any_order():
+    """A part of the model inside the whole, a watch inside a forward, and a model that calls itself."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4)))
+    whole, part = LivenessProbe([func("linear")]), LivenessProbe([func("linear")])
+    first, second = whole.watch(model), part.watch(model[1])
+    first.__enter__()
+    second.__enter__()
+    model(X)
+    first.__exit__(None, None, None)
+    model(X)
+    second.__exit__(None, None, None)
+    assert {one.site: one.num_seen for one in whole.facts()} == {"0:linear": 1, "1.1:linear": 1}
+    assert {one.site: one.num_seen for one in part.facts()} == {"1:linear": 2}
+    assert leftovers(model) == []
+
+    class Recursive(nn.Module):
+        def forward(self, x, depth=2):
+            """Calls itself."""
+            return x if depth == 0 else self(x.relu(), depth - 1)
+
+    probe = LivenessProbe([func("relu"), module("")])
+    with probe.watch(recursive := Recursive()):
+        recursive(X)
+    assert probe.num_forwards == 1
+    assert [one.site for one in probe.facts()] == [
+        "(model):relu",
+        "(model):relu#1",
+        "(model)",
+        "(model)#1",
+        "(model)#2",
+    ]
 
 
 def test_an_exception_of_the_model_leaves_nothing_behind():

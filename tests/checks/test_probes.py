@@ -41,6 +41,11 @@ def wrong(value: Any) -> Any:
     return value
 
 
+def scripted() -> Any:
+    """Returns a model that Python does not call."""
+    return torch.jit.script(nn.ReLU())
+
+
 def probed(probe, model, *inputs):
     """Returns the probe after the model was called with each input."""
     with probe.watch(model):
@@ -119,6 +124,22 @@ def test_a_function_is_known_by_name_in_all_its_forms():
         "(model):relu#4",
     ]
     assert probe.unmatched == ()
+
+
+def test_operators_and_overloads_have_the_names_of_functions():
+    """Whichever side the number stands on, and from whichever namespace of torch."""
+
+    class Operators(nn.Module):
+        def forward(self, x):
+            x = (1 - x) + (x - 1) + torch.ops.aten.relu.default(x) + torch.ops.aten.relu(x)
+            return torch.special.softmax(2 / (x / 2) @ x.mT, -1)[0]
+
+    names = {"sub": 2, "add": 3, "relu": 2, "div": 2, "matmul": 1, "softmax": 1, "getitem": 1}
+    probe = probed(LivenessProbe([func(name) for name in names]), Operators(), X)
+    found = [one.site.partition(":")[2].partition("#")[0] for one in probe.facts()]
+    assert {name: found.count(name) for name in names} == names
+    probed(exact := LivenessProbe([func("__getitem__"), func(torch.ops.aten.relu.default)]), Operators(), X)
+    assert [one.site for one in exact.facts()] == ["(model):relu", "(model):getitem"]
 
 
 @pytest.mark.parametrize("given", [functional.relu, "torch.nn.functional.relu"])
@@ -291,6 +312,8 @@ def test_names_that_modules_share_with_functions_are_the_functions():
         (lambda: func("no/function"), "names no function"),
         (lambda: module(wrong(3)), "give a name or a pattern"),
         (lambda: LivenessProbe([func("relu")]).watch(wrong(3)).__enter__(), "give an nn.Module"),
+        (lambda: LivenessProbe([func("relu")]).watch(scripted()).__enter__(), "takes no hooks"),
+        (lambda: RangeProbe({func("relu"): (0, 10**400)}), "low <= high"),
     ],
 )
 def test_mistakes_are_one_sentence(make, message):

@@ -9,7 +9,7 @@ from torch.optim import SGD
 from typing_extensions import override
 
 from checks.training import batch, compiled, mlp, poisoned, train
-from torchinstruments.checks import ChecksSession, CheckViolationError
+from torchinstruments.checks import ChecksSession, CheckViolationError, visitor
 from torchinstruments.checks.check import Check
 from torchinstruments.checks.findings import Action, Finding, FindingStore, Moment, Severity
 from torchinstruments.checks.report import CheckReport
@@ -55,30 +55,99 @@ def test_a_check_that_never_ran_is_said_to_have_not():
     assert session.report().unavailable[0].reason.startswith("never_ran: no backward was seen and no step")
 
 
-def test_a_check_that_fails_is_unavailable_and_the_others_go_on():
-    """Nothing of it reaches training; it is given up after a while."""
+_SEAMS = (
+    "attached",
+    "backward_ended",
+    "before_write",
+    "after_write",
+    "attempt_closed",
+    "finish",
+    "facts",
+    "detached",
+)
+
+
+@pytest.mark.parametrize("seam", _SEAMS)
+def test_a_check_that_fails_is_unavailable_and_the_others_go_on(seam):
+    """Wherever it fails: nothing of it reaches training, another check or the end of the block."""
+
+    def fails(*_args, **_options):
+        raise ArithmeticError("mine")
+
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    session = ChecksSession(model, optimizer, scaler=None)
+    session._register(type("Broken", (Check,), {"name": "broken", seam: fails})())
+    session.register_nonfinite_grad_check()
+
+    def loop():
+        with session:
+            with session.step():
+                train(model, optimizer, steps=1)
+            train(model, optimizer, steps=2)
+            poisoned(model[0].weight)
+            optimizer.step()
+
+    with pytest.raises(CheckViolationError):
+        loop()
+    report = session.report()
+    assert not session.is_attached
+    assert report.counters["accepted_steps"] == 3
+    assert report.checks_run == ("nonfinite_grad",)
+    failed = [
+        entry for entry in report.unavailable if entry.reason == "internal_error: ArithmeticError: mine"
+    ]
+    assert [entry.check for entry in failed] == ["broken"]
+    assert session.final_report is not None
+
+
+def test_a_check_is_given_up_after_a_while_and_another_of_its_name_is_not():
+    """Eight failures in a row; the same kind of check may be registered twice."""
 
     class Broken(Check):
         name = "broken"
         calls = 0
+        error: type[Exception] | None = ArithmeticError
 
         @override
         def before_write(self, look):
             assert look.positions
-            Broken.calls += 1
-            raise ArithmeticError("mine")
+            self.calls += 1
+            if self.error is not None:
+                raise self.error("mine")
+
+    class Whole(Broken):
+        error = None
 
     model = mlp()
     session = ChecksSession(model, scaler=None)
-    session._register(Broken())
-    session.register_nonfinite_grad_check()
+    checks = Broken(), Whole()
+    for check in checks:
+        session._register(check)
     with session:
         train(model, steps=20)
-    report = session.report()
-    entries = {entry.reason: entry.num_times for entry in report.unavailable}
+    entries = {entry.reason: entry.num_times for entry in session.report().unavailable}
     assert entries["internal_error: ArithmeticError: mine"] == 8
-    assert Broken.calls == 8
-    assert report.checks_run == ("nonfinite_grad",)
+    assert [check.calls for check in checks] == [8, 20]
+
+
+def test_a_look_that_fails_before_it_begins_is_unavailable(monkeypatch):
+    """Training goes on, and each site says what failed."""
+
+    def fails(_place):
+        raise ArithmeticError("mine")
+
+    monkeypatch.setattr(visitor, "isolated", fails)
+    model = mlp()
+    session = ChecksSession(model, scaler=None)
+    session.register_nonfinite_grad_check()
+    session.register_frozen_check(["0.weight"])
+    with session:
+        train(model, steps=2)
+    report = session.report()
+    assert report.counters["accepted_steps"] == 2
+    assert {entry.check for entry in report.unavailable} >= {"nonfinite_grad", "frozen"}
+    assert any("ArithmeticError: mine" in entry.reason for entry in report.unavailable)
 
 
 def test_a_session_that_is_paused_looks_at_nothing_and_counts_all():

@@ -12,7 +12,7 @@ from torch.optim import SGD
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
 
-from checks.training import batch, mlp, scaler, train
+from checks.training import Secretive, batch, mlp, scaler, train
 from torchinstruments.checks import CheckLifecycleError, ChecksSession
 from torchinstruments.errors import ConfigurationError
 
@@ -191,6 +191,8 @@ def test_what_cannot_be_watched_is_refused_in_one_sentence():
     """Model and optimizer are checked when the session is made."""
     with pytest.raises(ConfigurationError, match=r"model=int cannot be watched"):
         ChecksSession(cast("nn.Module", 3))
+    with pytest.raises(ConfigurationError, match=r"model has the key 1, which is no name"):
+        ChecksSession(cast("nn.Module", {"a": torch.ones(1), 1: torch.ones(1)}))
     with pytest.raises(ConfigurationError, match=r"optimizer='adam'"):
         ChecksSession(mlp(), "adam")
 
@@ -286,6 +288,18 @@ def test_a_mapping_of_tensors_can_be_watched():
     assert session.report().coverage["parameters_that_fired"] == 1
 
 
+def test_a_buffer_whose_class_answers_no_question_is_compared():
+    """Neither a step nor the report asks it."""
+    model = mlp()
+    model.register_buffer("table", torch.ones(3).as_subclass(Secretive))
+    session = ChecksSession(model, scaler=None)
+    session.register_frozen_check(["table"])
+    session.register_nonfinite_param_check()
+    with session:
+        train(model)
+    assert (session.report().unavailable, session.report().findings) == ((), ())
+
+
 def test_counts_go_on_from_one_block_to_the_next():
     """So that they agree with the ledger, and no attempt has the number of another."""
     model = mlp()
@@ -344,4 +358,10 @@ def test_what_is_no_optimizer_is_named_in_one_line():
     with pytest.raises(ConfigurationError) as raised:
         ChecksSession(model, [SGD(model.parameters()), 3])
     assert str(raised.value).startswith("optimizer=[SGD, 3] is no torch.optim.Optimizer")
+    assert "\n" not in str(raised.value)
+    with pytest.raises(
+        ConfigurationError,
+        match=r"^optimizer=\{SGD \( Parameter Group 0 .{50,70}\.\.\. is no torch.optim.Optimizer",
+    ):
+        ChecksSession(model, {SGD(model.parameters())})
     assert "\n" not in str(raised.value)

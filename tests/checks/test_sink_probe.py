@@ -148,6 +148,9 @@ def test_blocks_of_queries_add_up(monkeypatch):
         (torch.ones(1, 1, 2, T) / T, "too_few_positions: 2x12"),
         (torch.ones(1, 1, T, T), "not_attention: values of a query do not sum to 1"),
         (torch.ones(1, 1, T, T, dtype=torch.int64), "not_attention: values of int64"),
+        (torch.full((1, 1, T, T), -1 / T), "not_attention: values below 0 (lowest -0.0833)"),
+        (torch.eye(T)[None, None] * 2 - 1 / T, "not_attention: values below 0"),
+        (torch.zeros(1, 1, T, T), "not_attention: every value is 0"),
         (torch.full((1, 1, T, T), float("nan")), "nonfinite: 144"),
     ],
 )

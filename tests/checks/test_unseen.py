@@ -240,6 +240,32 @@ def test_long_accumulation_and_skipped_steps_are_no_missing_steps():
     assert session_of_scaler.report().findings == ()
 
 
+def test_backwards_that_reach_nothing_of_the_sessions_optimizer_are_no_missing_steps():
+    """A critic's, of which the session of a generator that steps seldom is told too."""
+    model = nn.ModuleDict({"g": nn.Linear(4, 4), "d": nn.Linear(4, 4)})
+    g, d = SGD(model["g"].parameters(), lr=0.01), SGD(model["d"].parameters(), lr=0.01)
+    sessions = [ChecksSession(model, one, scaler=None, accumulation_steps=1) for one in (g, d)]
+    for session in sessions:
+        session.register_change_check()
+        session.register_nonfinite_grad_check()
+        session.attach()
+    for step in range(24):
+        model.zero_grad()
+        if step % 6 == 5:
+            model["d"](model["g"](batch())).square().mean().backward()
+            g.step()
+        else:
+            model["d"](batch()).square().mean().backward()
+            d.step()
+    for session, number in zip(sessions, (4, 20), strict=True):
+        session.detach()
+        assert session.report().findings == ()
+        assert session.report().unavailable == ()
+        assert session.report().counters["accepted_steps"] == number
+    of_critic = sessions[1].report().ledgers["scale"]
+    assert (of_critic["attempts"], of_critic["micro_batches_per_attempt"]["most_frequent"]) == (20, 1)
+
+
 def test_a_session_that_only_counts_says_nothing_of_missing_steps():
     """Without a check nothing is asked for that is not done."""
     model = mlp()

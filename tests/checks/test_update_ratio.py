@@ -45,6 +45,7 @@ def test_a_rate_that_is_a_tensor_or_zero():
     assert table["parameters"]["0.weight"]["lr"] == 0.5
     assert table["parameters"]["1.weight"]["last"] == 0.0
     assert table["parameters"]["1.weight"]["last_per_lr"] is None
+    assert '"lr": 0.5' in session.report().to_json()
 
 
 def test_a_ratio_outside_its_bounds_is_collected_each_time():
@@ -56,6 +57,17 @@ def test_a_ratio_outside_its_bounds_is_collected_each_time():
     assert [finding.code for finding in report.findings] == ["update_ratio_out_of_band"] * 3
     assert report.findings[0].num_names == 4
     assert report.findings[0].values["high"] == 1e-9
+
+
+def test_two_bands_stand_beside_each_other_also_by_an_alias():
+    """Registering again adds a check; the alias of a tied weight is that weight."""
+    model = mlp()
+    model[1].weight = model[0].weight
+    session = _session(model, within=["1.weight"], bounds=(None, 1e-9))
+    session.register_update_ratio_check(within=["0.bias"], bounds=(1e9, None))
+    with session:
+        train(model, steps=1)
+    assert [finding.names for finding in session.report().findings] == [("0.weight",), ("0.bias",)]
 
 
 def test_warn_warns_once_for_what_lasts_and_raise_raises():

@@ -7,9 +7,18 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Optimizer
 
-__all__ = ["INF", "batch", "compiled", "mlp", "poisoned", "scaler", "train"]
+__all__ = ["INF", "Secretive", "batch", "compiled", "mlp", "poisoned", "scaler", "train"]
 
 INF = float("inf")
+
+
+class Secretive(torch.Tensor):
+    """A tensor whose class answers no question."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        """Refuses everything."""
+        raise ValueError("mine")
 
 
 def mlp(width: int = 4, depth: int = 2) -> Any:

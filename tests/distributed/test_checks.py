@@ -1,5 +1,7 @@
 """Training checks on two ranks: each says what its own rank saw, and no collective is called."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,6 +190,9 @@ def test_flat_shards_say_what_cannot_be_known_of_them(rank_pool):
         reasons = [entry["reason"] for entry in report["unavailable"]]
         assert any(reason.startswith("no_hook_fired") for reason in reasons)
         assert not [reason for reason in reasons if "internal_error" in reason]
+        assert {one["scope"] for one in report["findings"] if one["names"]} <= {"local_shard"}
+        assert report["ledgers"]["clip"]["steps_observed"] == 0
+        assert report["ledgers"]["clip"]["unavailable"] == ["sharded: the norm of a shard is no total"]
         # What lies on the other rank alone is not told to be without gradients here.
         held = {name for one in report["findings"] for name in one["names"]}
         assert "used.weight" not in held
@@ -223,6 +228,106 @@ def test_the_rank_on_which_a_nan_was_born_is_the_one_that_says_so(rank_pool, kin
     assert origin["finite"]
     assert healthy["born"] == []
     assert origin["born"] == [["used.weight"]]
+
+
+def _overflow_on_one() -> dict[str, Any]:
+    """An infinite loss on rank 1 in one of four steps under a gradient scaler."""
+    model = DistributedDataParallel(_Net().used)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    session = ChecksSession(model, optimizer, scaler=scaler)
+    session.register_nonfinite_grad_check()
+    with session:
+        for step in range(4):
+            optimizer.zero_grad()
+            factor = float("inf") if step == 2 and dist.get_rank() == 1 else 1.0
+            scaler.scale(model(torch.ones(2, 4)).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return session.report().to_dict()
+
+
+def test_an_overflow_on_one_rank_is_one_skip_on_all(rank_pool):
+    """The reduction spreads it; the rank on which it arose has the names."""
+    healthy, origin = rank_pool.run(_overflow_on_one)
+    for report in (healthy, origin):
+        scale = report["ledgers"]["scale"]
+        assert (scale["accepted_steps"], scale["skipped_attempts"], scale["backoff_events"]) == (3, 1, 1)
+    assert healthy["findings"] == []
+    (arisen,) = origin["findings"]
+    assert (arisen["code"], arisen["attempt"]) == ("param_grad_nonfinite_at_accumulation", 2)
+
+
+class _Branching(_Net):
+    """Takes its second branch on rank 1 alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        used = self.used(x)
+        return used.sum() + (self.unused(used).sum() if dist.get_rank() == 1 else 0.0)
+
+
+def _used_on_one() -> dict[str, Any]:
+    """Trains two steps; both ranks have the same reduced gradients."""
+    model = DistributedDataParallel(_Branching(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session = ChecksSession(model, optimizer, scaler=None)
+    session.register_nonfinite_grad_check()
+    session.register_change_check(window=(1, 1), action="collect")
+    with session:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).backward()
+            optimizer.step()
+    return session.report().to_dict()
+
+
+def test_a_parameter_that_one_rank_alone_uses_is_named_by_the_others(rank_pool):
+    """Its gradient is there after the reduction, and no backward of theirs has added to it."""
+    without, using = rank_pool.run(_used_on_one)
+    assert (without["findings"], using["findings"], using["unavailable"]) == ([], [], [])
+    (entry,) = without["unavailable"]
+    assert entry["reason"].startswith("no_hook_fired")
+    assert entry["names"] == ["unused.weight", "unused.bias"]
+    fired = [report["coverage"]["parameters_that_fired"] for report in (without, using)]
+    assert fired == [2, 4]
+
+
+def _raise_on_one(folder: str) -> dict[str, Any]:
+    """A buffer becomes NaN on rank 1 alone; says what is on storage as the exception leaves."""
+    net = _Net()
+    net.register_buffer("table", torch.ones(2))
+    model = DistributedDataParallel(net, find_unused_parameters=True, broadcast_buffers=False)
+    inject_observer(model, output_dir=folder, run_id="raise", sampler=AlwaysSampler())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session = ChecksSession(model, optimizer, scaler=None)
+    session.register_nonfinite_param_check()
+    found: dict[str, Any] = {"raised": "", "kept": []}
+    with session:
+        for step in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            if step == 1 and dist.get_rank() == 1:
+                net.get_buffer("table").fill_(float("nan"))
+            try:
+                optimizer.step()
+            except CheckViolationError as error:
+                (path,) = Path(folder, f"rank-{dist.get_rank():03}").glob("checks-*.json")
+                (kept,) = json.loads(path.read_text())["sessions"]
+                found = {"raised": error.fields["code"], "kept": kept["findings"]}
+    remove_observer(model)
+    return found
+
+
+def test_a_raise_on_one_rank_alone_is_on_storage_before_it_leaves(rank_pool, tmp_path):
+    """The other rank would wait in its next collective until the launcher ends the group."""
+    other, raising = rank_pool.run(_raise_on_one, str(tmp_path))
+    assert other == {"raised": "", "kept": []}
+    assert raising["raised"] == "param_value_nonfinite"
+    assert raising["kept"][0]["names"] == ["table"]
+    merged = merge_run(str(tmp_path)).result["findings"]
+    assert isinstance(merged, dict)
+    (kind,) = merged["by_code"]
+    assert (kind["ranks"], kind["ranks_that_did_not_see_it"]) == ("1", "0")
 
 
 def _observed_nan(folder: str) -> None:

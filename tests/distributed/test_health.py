@@ -17,6 +17,15 @@ from torchinstruments.testing.ranks import RankPool
 KINDS = ("ddp", "fsdp1", "fsdp2", "tensor_parallel")
 
 
+OWN = {
+    "ddp": {"local"},
+    "fsdp1": {"local_shard"},
+    "fsdp2": {"local_shard"},
+    "tensor_parallel": {"local", "local_shard", "unknown"},
+}
+"""What the norms of parameters' gradients cover; layer 0 is whole, and so is the last one's bias."""
+
+
 def build(kind: str) -> Any:
     """Returns a model of three layers, the first of which has fewer rows than there are ranks."""
     torch.manual_seed(7)
@@ -58,6 +67,7 @@ def look(kind: str) -> dict[str, Any]:
                 entry.reason for entry in (*ranges.unavailable, *liveness.unavailable, *gradients.unavailable)
             ],
             "flags": {row.module: row.flags for row in gradients.rows},
+            "own": {row.parameter_scope.value for row in gradients.rows if row.num_parameters},
             "arrived": {row.module: row.num_arrived for row in gradients.rows},
             "codes": sorted({finding.code for finding in ranges.findings}),
             "linears": len(liveness.facts()),
@@ -79,6 +89,7 @@ def test_audits_and_probes_of_spread_models_look_at_this_ranks_part(rank_pool: R
             else:
                 assert found["codes"] == ["activation_nan", "activation_range_violated"], kind
             assert found["arrived"]["4"] == 1, kind
+            assert found["own"] == OWN[kind], (kind, found)
             # A partial sum of one rank is no value of the layer.
             assert found["linears"] == (2 if kind == "tensor_parallel" else 3), kind
             assert ("partial_placement" in found["errors"]) == (kind == "tensor_parallel")

@@ -14,6 +14,7 @@ from torchinstruments.checks.findings import Action, EvidenceKind, Finding, Grad
 from torchinstruments.checks.inventory import Inventory
 from torchinstruments.checks.measures import scope_of
 from torchinstruments.checks.reading import Column
+from torchinstruments.checks.sustained import at_once, warned
 from torchinstruments.records import Absent, Reason, ScaleProvenance
 from torchinstruments.statistics.admission import COMPLEX, admit
 from torchinstruments.statistics.digests import Digester
@@ -47,12 +48,14 @@ class FrozenCheck(Check):
         self._digester = Digester()
         self._num_steps = 0
         self._changed: set[int] = set()
+        self._windows = at_once()
 
     @override
     def attached(self, ground: Ground) -> None:
         self._ground = ground
         self._indices = tuple(sorted(ground.inventory.resolve(self._names, "names")))
         self._changed.clear()
+        self._windows = at_once()
         for index in self._indices:
             self._keep(index)
 
@@ -111,6 +114,7 @@ class FrozenCheck(Check):
             # What it is now is what the next look compares with, so that a further change is one.
             self._keep(index)
         due = changed if self._action is Action.RAISE else new
+        action = warned(self._action, self._windows, changed, differs)
         if not due:
             return
         names = ground.inventory.names(due)
@@ -120,7 +124,7 @@ class FrozenCheck(Check):
                 check=self.name,
                 code="frozen_param_changed",
                 severity=Severity.CRITICAL,
-                action=self._action,
+                action=action,
                 message=f"{len(due)} tensors that must not change have changed ({names[0]} first)",
                 names=names,
                 values={"num_in_this_optimizer": stepped, "every": self._every},

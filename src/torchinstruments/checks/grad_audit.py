@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils.hooks import RemovableHandle
 
 from torchinstruments.checks.findings import MAX_NAMES, Unavailable
 from torchinstruments.checks.grad_rows import (
@@ -31,7 +33,7 @@ from torchinstruments.checks.grad_rows import (
 )
 from torchinstruments.checks.health_findings import HealthFinding, printed
 from torchinstruments.checks.layer_watch import LayerWatch, matches
-from torchinstruments.checks.measures import measurable, norms, scope_of
+from torchinstruments.checks.measures import measurable, norms, scope_of, scope_of_all
 from torchinstruments.checks.reading import Column, Reading
 from torchinstruments.checks.registration import names_of, positive_of
 from torchinstruments.config import UNSET
@@ -44,7 +46,7 @@ from torchinstruments.observe.selection import Layer
 from torchinstruments.observe.stack import is_in_reentrant_checkpoint
 from torchinstruments.ranks.declared_scale import declared_scale_of
 from torchinstruments.records import Reason, ScaleProvenance, Scope, error_text
-from torchinstruments.statistics.isolation import functions_off, isolated, unintercepted
+from torchinstruments.statistics.isolation import isolated, unintercepted
 
 __all__ = ["EXPLODING_THRESHOLD", "SCHEMA_VERSION", "VANISHING_THRESHOLD", "GradHealth", "grad_health"]
 
@@ -75,6 +77,7 @@ class _Target:
         layer: Whose it is.
         tensor: Held weakly: its memory is the program's.
         hook: On the tensor.
+        handle: Removes it, also where the tensor is gone or was written since; None before it is there.
         node: What made it, in the graph of the backward; None for a leaf.
         key: The same for outputs that are one tensor.
         numbers: Of each gradient that came: norm, zeros and nonfinite entries on the device, and its entries.
@@ -88,6 +91,7 @@ class _Target:
     hook: GradientHook
     node: object
     key: tuple[int, int]
+    handle: RemovableHandle | None = None
     numbers: list[tuple[list[torch.Tensor], int]] = field(default_factory=list)
     num_arrivals: int = 0
     reason: str = ""
@@ -100,7 +104,7 @@ class GradHealth:
     Args:
         model: The model.
         scaler: What multiplies the loss.
-        within: Names of modules or patterns; None for every module without children.
+        within: Names of modules or patterns; None for every one without children or with parameters.
         thresholds: What norms are compared with.
 
     Raises:
@@ -200,7 +204,8 @@ class GradHealth:
         lines = [f"  gradients came to outputs of {seen} of {len(self._rows)} modules"]
         for entry in self._unavailable[:_MAX_PRINTED]:
             more = ", ..." if entry.num_names > 3 else ""
-            lines.append(f"  unavailable: {', '.join(entry.names[:3])}{more}: {entry.reason}")
+            names = ", ".join([name or "(model)" for name in entry.names[:3]])
+            lines.append(f"  unavailable: {names}{more}: {entry.reason}")
         return printed("GradHealth", self._findings, lines)
 
     def begin(self) -> None:
@@ -225,8 +230,9 @@ class GradHealth:
         self._state = "ended"
         self._layers.remove()
         for target in self._targets:
-            tensor = target.tensor()
-            if tensor is not None:
+            if target.handle is not None:
+                target.handle.remove()
+            elif (tensor := target.tensor()) is not None:
                 take_out(tensor, target.hook)
         self._conclude()
         self._targets.clear()
@@ -261,7 +267,7 @@ class GradHealth:
             elif len(target.numbers) >= _MAX_ARRIVALS:
                 target.reason = f"too_many_gradients: only {_MAX_ARRIVALS} of one output are measured"
             else:
-                with functions_off(), isolated(gradient):
+                with unintercepted(), isolated(gradient):
                     self._measure(target, gradient)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             target.reason = f"hook_error: {type(error).__name__}"
@@ -276,7 +282,9 @@ class GradHealth:
 
     def _wants(self, layer: Layer) -> bool:
         if self._within is None:
-            return next(layer.module.children(), None) is None
+            module = layer.module
+            has_own = next(module.parameters(recurse=False), None) is not None
+            return has_own or is_parametrized(module) or next(module.children(), None) is None
         return any(matches(pattern, layer) for pattern in self._within)
 
     def _watch(self, layer: Layer, tensor: torch.Tensor) -> None:
@@ -289,8 +297,9 @@ class GradHealth:
         node = tensor.grad_fn
         key = (id(tensor), -1) if node is None else (id(node), tensor.output_nr)
         hook = GradientHook(self, len(self._targets))
-        self._targets.append(_Target(layer, weakref.ref(tensor), hook, node, key))
-        tensor.register_hook(hook)
+        target = _Target(layer, weakref.ref(tensor), hook, node, key)
+        self._targets.append(target)
+        target.handle = tensor.register_hook(hook)
 
     def _measure(self, target: _Target, gradient: torch.Tensor) -> None:
         """Queues the numbers of a gradient, and keeps the loss scale that is in it."""
@@ -314,7 +323,7 @@ class GradHealth:
 
     def _conclude(self) -> None:
         """Makes rows and findings (training thread)."""
-        with functions_off(), isolated("cpu"):
+        with unintercepted(), isolated("cpu"):
             reading = Reading()
             scale = None if self._scale is None else reading.add_one(self._scale)
             columns = [
@@ -388,7 +397,8 @@ class grad_health(AbstractContextManager[GradHealth]):  # noqa: N801 - reads as 
         model: The model.
         scaler: How the loss is scaled: a ``GradScaler``, a number, or None, which declares that it is not.
             Not given, norms are not compared with thresholds, for a loss scale may be in them.
-        within: Names of modules, or patterns with ``*``; None for every module without children.
+        within: Names of modules, or patterns with ``*``; None for every module without children or with
+            parameters of its own.
         vanishing_threshold: L2 norm below which a gradient vanishes, in unscaled units.
         exploding_threshold: L2 norm above which one explodes.
 
@@ -417,7 +427,7 @@ class grad_health(AbstractContextManager[GradHealth]):  # noqa: N801 - reads as 
         self._health = GradHealth(
             model,
             declared_scale_of(scaler),
-            names_of("within", within),
+            names_of("within", within, "modules"),
             Thresholds(vanishing, exploding),
         )
 
@@ -442,18 +452,23 @@ def _added(reading: Reading, numbers: Sequence[torch.Tensor]) -> Column:
     return reading.add([([place], number) for place, number in enumerate(numbers)])
 
 
-def _own_gradients(layer: Layer, reading: Reading) -> tuple[Column, int, int]:
-    """Queues the norms of a module's own gradients; returns them, its parameters and those without one."""
+def _own_gradients(layer: Layer, reading: Reading) -> tuple[Column, int, int, Scope]:
+    """Queues the norms of a module's own gradients.
+
+    Returns:
+        The norms, the parameters that need a gradient, those without one, and what the norms cover.
+    """
     own = [parameter for parameter in layer.module.parameters(recurse=False) if parameter.requires_grad]
     gradients = [parameter.grad for parameter in own if parameter.grad is not None]
     found = [measurable(gradient.detach()) for gradient in gradients]
     tensors = [tensor for tensor in found if not isinstance(tensor, str)]
-    return reading.add(norms(tensors) if tensors else []), len(own), len(own) - len(gradients)
+    column = reading.add(norms(tensors) if tensors else [])
+    return column, len(own), len(own) - len(gradients), scope_of_all(own)
 
 
-def _module(layer: Layer, own: tuple[Column, int, int], num_calls: int, reason: str) -> ModuleFacts:
+def _module(layer: Layer, own: tuple[Column, int, int, Scope], num_calls: int, reason: str) -> ModuleFacts:
     """Returns what is known of a module beside its outputs."""
-    column, num_parameters, num_without = own
+    column, num_parameters, num_without, scope = own
     norm = math.hypot(*column.numbers.tolist()) if column.num_values else math.nan
     return ModuleFacts(
         layer=layer.index,
@@ -464,6 +479,7 @@ def _module(layer: Layer, own: tuple[Column, int, int], num_calls: int, reason: 
         parameter_norm=norm if math.isfinite(norm) else None,
         num_parameters=num_parameters,
         num_parameters_without_gradient=num_without,
+        parameter_scope=scope,
     )
 
 

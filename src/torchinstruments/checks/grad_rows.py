@@ -38,7 +38,7 @@ _CODES = {
     ),
     _MISSING: (
         Severity.INFO,
-        "gave outputs that no gradient came back to",
+        "gave outputs to none of which a gradient came back",
         "the loss does not use them, or detach() lies between; a branch that is not taken looks the same",
     ),
 }
@@ -107,6 +107,7 @@ class ModuleFacts:
         parameter_norm: L2 norm over its own parameters' gradients, as they stand; None without any.
         num_parameters: Its own parameters that need a gradient.
         num_parameters_without_gradient: Of these, those without one.
+        parameter_scope: What the norm covers.
     """
 
     layer: int
@@ -117,6 +118,7 @@ class ModuleFacts:
     parameter_norm: float | None
     num_parameters: int
     num_parameters_without_gradient: int
+    parameter_scope: Scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,8 @@ class GradHealthRow:
         frontier_of: These flags.
         magnitude_reason: Why the norm was not compared with the thresholds; ``""`` where it was.
         reason: Why there is no gradient of its outputs; ``""`` where there is.
-        scope: What the numbers cover.
+        scope: What the numbers of outputs cover.
+        parameter_scope: What ``parameter_norm`` covers; ``unknown`` where some of the parameters are spread.
         loss_scale: Divided out of ``norm``; None where it is not known.
         scale_provenance: How it is known.
     """
@@ -167,6 +170,7 @@ class GradHealthRow:
     magnitude_reason: str
     reason: str
     scope: Scope
+    parameter_scope: Scope
     loss_scale: float | None
     scale_provenance: ScaleProvenance
 
@@ -192,7 +196,11 @@ def rows_of(
         thresholds: What norms are compared with.
         has_backward: Whether any gradient came to anything.
     """
-    flags = [_flags(output, scale, thresholds, has_backward=has_backward) for output in outputs]
+    reached = {output.layer for output in outputs if output.num_arrivals}
+    flags = [
+        _flags(output, scale, thresholds, is_missing=has_backward and output.layer not in reached)
+        for output in outputs
+    ]
     begins = _begins(outputs, flags)
     by_layer: dict[int, list[int]] = {}
     for position, output in enumerate(outputs):
@@ -225,6 +233,7 @@ def rows_of(
                 magnitude_reason=_magnitude_reason(seen, scale),
                 reason=_reason(module, [outputs[position] for position in own], has_backward=has_backward),
                 scope=scopes.pop() if len(scopes) == 1 else Scope.LOCAL if not scopes else Scope.UNKNOWN,
+                parameter_scope=module.parameter_scope,
                 loss_scale=scale.value,
                 scale_provenance=scale.provenance,
             )
@@ -240,7 +249,9 @@ def findings_of(rows: Sequence[GradHealthRow]) -> tuple[HealthFinding, ...]:
         if not flagged:
             continue
         begins = [row for row in flagged if code in row.frontier_of]
-        where = f"it begins at {begins[0].module!r}" if begins else "where it begins is not known"
+        where = (
+            f"it begins at {begins[0].module or '(model)'!r}" if begins else "where it begins is not known"
+        )
         named = begins or flagged
         found.append(
             HealthFinding(
@@ -267,11 +278,11 @@ def findings_of(rows: Sequence[GradHealthRow]) -> tuple[HealthFinding, ...]:
 
 
 def _flags(
-    output: OutputFacts, scale: LossScale, thresholds: Thresholds, *, has_backward: bool
+    output: OutputFacts, scale: LossScale, thresholds: Thresholds, *, is_missing: bool
 ) -> tuple[str, ...]:
-    """Returns what the gradients of one output show."""
+    """Returns what the gradients of one output show; that none came, where none came to its module."""
     if output.num_arrivals == 0:
-        return (_MISSING,) if has_backward and not output.reason else ()
+        return (_MISSING,) if is_missing and not output.reason else ()
     if output.num_values == 0:
         return ()
     if output.num_nonfinite:
@@ -325,7 +336,7 @@ def _reason(module: ModuleFacts, own: Sequence[OutputFacts], *, has_backward: bo
     if module.reason:
         return module.reason
     if module.num_calls == 0:
-        return "never_called: no call inside the block"
+        return "never_called: this thread made no call inside the block"
     if not own:
         return "no_gradient: no output requires one"
     for output in own:

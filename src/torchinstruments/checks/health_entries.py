@@ -4,6 +4,7 @@ The same memory under two names is one entry with an alias: tied parameters, and
 entries, ``.data`` for one.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -71,7 +72,11 @@ def entries_of(target: object) -> tuple[Inventory, list[AuditEntry], list[NotATe
         inventory = Inventory(target)
     elif isinstance(target, Mapping):
         found: dict[str, torch.Tensor] = {}
-        for name, value in _leaves("", target, 0, set()):
+        seen: Counter[str] = Counter()
+        for dotted, value in _leaves("", target, 0, set()):
+            seen[dotted] += 1
+            # A mapping may have a name twice, as with a dotted key beside a nested one.
+            name = dotted if seen[dotted] == 1 else f"{dotted} ({seen[dotted]})"
             if isinstance(value, torch.Tensor):
                 found[name] = value
             else:

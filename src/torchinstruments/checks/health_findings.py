@@ -71,7 +71,9 @@ def printed(title: str, findings: Sequence[HealthFinding], further: Sequence[str
     """
     lines = [f"{title}: {headline(findings)}"]
     for finding in findings[:_MAX_PRINTED]:
-        where = ", ".join(finding.names[:3]) + (", ..." if finding.num_names > 3 else "")
+        where = ", ".join([name or "(model)" for name in finding.names[:3]]) + (
+            ", ..." if finding.num_names > 3 else ""
+        )
         lines.append(f"  [{finding.severity.value}] {finding.code} {where}: {finding.message}")
     if len(findings) > _MAX_PRINTED:
         lines.append(f"  ... and {len(findings) - _MAX_PRINTED} more in .findings")

@@ -11,9 +11,9 @@ from torchinstruments.checks.check import BackwardLook, StepLook
 from torchinstruments.checks.copies import Copies
 from torchinstruments.checks.findings import GradientStage, Moment
 from torchinstruments.checks.inventory import Inventory
-from torchinstruments.checks.measures import scope_of
+from torchinstruments.checks.measures import is_distributed
 from torchinstruments.checks.reading import Reading
-from torchinstruments.records import GradSync, ScaleProvenance, Scope
+from torchinstruments.records import GradSync, ScaleProvenance
 
 __all__ = ["LookMaker"]
 
@@ -150,7 +150,7 @@ class LookMaker:
             return GradSync.NOT_DISTRIBUTED
         if not gradients:
             return GradSync.UNKNOWN
-        if all(scope_of(gradient) is not Scope.LOCAL for gradient in gradients.values()):
+        if all(is_distributed(gradient) for gradient in gradients.values()):
             return GradSync.SYNCED
         # It writes what ranks have reduced after the end of the backward at which this looks.
         return GradSync.LOCAL if self._reduced_by_ddp.issuperset(gradients) else GradSync.UNKNOWN

@@ -8,11 +8,13 @@ Nothing here is a collective: of a `DTensor` only this rank's part is looked at.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
+from torchinstruments.observe.sharding import is_flattened
 from torchinstruments.records import Absent, Reason, Scope
 from torchinstruments.statistics.admission import COMPLEX, admit
 
@@ -20,6 +22,7 @@ __all__ = [
     "FEW_ALIKE",
     "SCRATCH_ENTRIES",
     "SMALL_ENTRIES",
+    "is_distributed",
     "is_freed",
     "local_numel",
     "local_part",
@@ -27,6 +30,7 @@ __all__ = [
     "norms",
     "norms_of_rows",
     "scope_of",
+    "scope_of_all",
     "sort_out",
 ]
 
@@ -133,10 +137,24 @@ def is_freed(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0 and not tensor.is_meta
 
 
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor knows on which ranks it lies, as a `DTensor` does (hot path)."""
+    return type(tensor) not in _PLAIN and getattr(tensor, "to_local", None) is not None
+
+
 def scope_of(tensor: torch.Tensor) -> Scope:
     """Returns what part of a tensor this rank sees (hot path)."""
-    is_whole = type(tensor) in _PLAIN or getattr(tensor, "to_local", None) is None
+    if not is_distributed(tensor):
+        return Scope.LOCAL_SHARD if is_flattened(tensor) else Scope.LOCAL
+    placements: Sequence[Any] = getattr(tensor, "placements", ())
+    is_whole = bool(placements) and all(placement.is_replicate() for placement in placements)
     return Scope.LOCAL if is_whole else Scope.LOCAL_SHARD
+
+
+def scope_of_all(tensors: Iterable[torch.Tensor]) -> Scope:
+    """Returns what one number over several tensors covers; unknown where they are not alike."""
+    scopes = {scope_of(tensor) for tensor in tensors}
+    return scopes.pop() if len(scopes) == 1 else Scope.UNKNOWN if scopes else Scope.LOCAL
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> list[tuple[Sequence[int], torch.Tensor]]:

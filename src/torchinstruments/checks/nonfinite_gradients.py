@@ -25,6 +25,7 @@ from torchinstruments.checks.findings import (
     Severity,
 )
 from torchinstruments.checks.measures import scope_of
+from torchinstruments.checks.sustained import at_once, warned
 from torchinstruments.records import ScaleProvenance
 
 __all__ = ["NonfiniteGradientCheck"]
@@ -53,11 +54,13 @@ class NonfiniteGradientCheck(Check):
         self._attempt: int | None = None
         self._at_accumulation: dict[int, float] = {}
         self._told: set[int] = set()
+        self._windows = at_once()
 
     @override
     def attached(self, ground: Ground) -> None:
         """Takes what it stands on."""
         self._ground = ground
+        self._windows = at_once()
         self._begin(None)
 
     @override
@@ -115,11 +118,14 @@ class NonfiniteGradientCheck(Check):
         self._begin(look.moment.attempt)
         self._say_unmeasured(measured)
         bad = measured.nonfinite()
-        if not bad or look.is_skipped():
+        if bad and look.is_skipped():
             # The optimizer leaves the weights alone by itself; the accumulation site has the names.
             return
-        norms = measured.by_index
         culprits, attribution = self._attribute(bad)
+        action = warned(self._action, self._windows, culprits, look.positions)
+        if not bad:
+            return
+        norms = measured.by_index
         zeroed = [
             index
             for index, norm in norms.items()
@@ -132,7 +138,7 @@ class NonfiniteGradientCheck(Check):
             culprits,
             code="param_grad_nonfinite",
             severity=Severity.CRITICAL,
-            action=self._action,
+            action=action,
             message=f"{len(bad)} of {len(norms)} gradients are nonfinite before the write ({names})",
             look=look,
             stage=GradientStage.POST_CLIP_APPLIED,

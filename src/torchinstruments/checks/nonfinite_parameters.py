@@ -11,7 +11,9 @@ from typing_extensions import override
 from torchinstruments.checks.check import Check, Ground, Judge, Measured, StepLook
 from torchinstruments.checks.findings import Action, EvidenceKind, Finding, GradientStage, Severity
 from torchinstruments.checks.inventory import BUFFER
+from torchinstruments.checks.masks import is_mask, lifted
 from torchinstruments.checks.measures import is_freed, measurable, scope_of
+from torchinstruments.checks.sustained import at_once, warned
 from torchinstruments.records import Reason, ScaleProvenance
 
 __all__ = ["NonfiniteParameterCheck"]
@@ -38,12 +40,16 @@ class NonfiniteParameterCheck(Check):
         self._ground: Ground | None = None
         self._num_steps: Counter[int | None] = Counter()
         self._known_bad: set[int] = set()
+        self._masks: set[int] = set()
+        self._windows = at_once()
 
     @override
     def attached(self, ground: Ground) -> None:
         """Takes what it stands on."""
         self._ground = ground
         self._known_bad.clear()
+        self._masks.clear()
+        self._windows = at_once()
 
     @override
     def after_write(self, look: StepLook) -> Judge | None:
@@ -65,6 +71,7 @@ class NonfiniteParameterCheck(Check):
         rest = [index for index in indices if index not in copied] if copied else indices
         befores, changes = (look.befores(), look.changes()) if copied else (None, None)
         there = {index: tensor for index, tensor in look.tensors(rest).items() if not is_freed(tensor)}
+        there |= {index: lifted(there[index]) for index in self._masks & there.keys()}
         measured = Measured.of(there, look.reading)
 
         def judge() -> None:
@@ -72,7 +79,10 @@ class NonfiniteParameterCheck(Check):
             if befores is not None and changes is not None:
                 suspects = {*befores.nonfinite(), *changes.nonfinite()}
                 bad.update(index for index in suspects if not _is_finite(look.tensors([index])[index]))
-            self._judge(look, measured, bad, indices)
+            masks = [index for index in bad if entries[index].kind == BUFFER and is_mask(there[index])]
+            # Each is read once; from the next look on it counts without its negative infinities.
+            self._masks.update(masks)
+            self._judge(look, measured, bad.difference(masks), indices)
 
         return judge
 
@@ -84,6 +94,7 @@ class NonfiniteParameterCheck(Check):
                 ground.unavailable(self.name, reason, ground.inventory.names([index]))
         num_scanned = len(indices) - len(measured.reasons)
         is_new = not bad <= self._known_bad
+        action = warned(self._action, self._windows, bad, indices)
         # Of what this optimizer has nothing to do with, no more is known than before.
         self._known_bad = self._known_bad.difference(indices) | bad
         if not bad or not (is_new or self._action is Action.RAISE):
@@ -95,7 +106,7 @@ class NonfiniteParameterCheck(Check):
                 check=self.name,
                 code="param_value_nonfinite",
                 severity=Severity.CRITICAL,
-                action=self._action,
+                action=action,
                 message=f"{len(bad)} of {num_scanned} tensors are nonfinite ({names[0]} first)",
                 names=names,
                 values={"num_nonfinite_tensors": len(bad), "every": self._every},

@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 from torchinstruments.checks.accumulation import AccumulationSite
 from torchinstruments.checks.measures import local_numel, norms, sort_out
 from torchinstruments.checks.reading import Reading
-from torchinstruments.statistics.isolation import functions_off, isolated
+from torchinstruments.statistics.isolation import functions_off, isolated, unintercepted
 
 __all__ = ["hook_s", "num_bytes", "scan_s"]
 
@@ -29,7 +29,8 @@ class _Nobody:
 
 def num_bytes(tensor: torch.Tensor) -> int:
     """Returns how many bytes a copy of what this rank has of a tensor takes; nothing is read."""
-    return 0 if is_lazy(tensor) else local_numel(tensor) * tensor.element_size()
+    with unintercepted():
+        return 0 if is_lazy(tensor) else local_numel(tensor) * tensor.element_size()
 
 
 def scan_s(tensors: Sequence[torch.Tensor]) -> float:

@@ -20,13 +20,13 @@ from torchinstruments.checks.param_rows import (
     headroom_used,
     rules_of,
 )
-from torchinstruments.checks.registration import bounds_of, flag_of, names_of
+from torchinstruments.checks.registration import bounds_of, flag_of, names_of, shown
 from torchinstruments.checks.tensor_scan import Bounds, DeviceScan, Scanned, merged, parts_of, read, scan
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.observe.sharding import is_flattened
 from torchinstruments.records import Absent, Reason, Scope, error_text
 from torchinstruments.statistics.admission import COMPLEX, admit
-from torchinstruments.statistics.isolation import functions_off, isolated
+from torchinstruments.statistics.isolation import isolated, unintercepted
 
 __all__ = ["MAX_FRACTION", "SUBNORMAL_FRACTION_THRESHOLD", "param_health"]
 
@@ -91,7 +91,7 @@ def param_health(
         are information, for norm layers begin as such.
 
     Raises:
-        ConfigurationError: An argument is not possible, or a name stands for nothing.
+        ConfigurationError: An argument is not possible, or a name stands for nothing that is looked at.
     """
     flag_of("include_buffers", include_buffers)
     limit = _share_of("max_fraction", max_fraction)
@@ -99,35 +99,61 @@ def param_health(
     inventory, entries, others = entries_of(target)
     names = names_of("within", within)
     not_tensors = [_no_tensor(other) for other in others]
-    if names is not None:
-        chosen = inventory.resolve(names, "within")
-        entries = [entry for entry in entries if not chosen.isdisjoint(entry.positions)]
-        not_tensors.clear()
     if not include_buffers:
         entries = [entry for entry in entries if entry.kind != BUFFER]
-    declared = _declared(inventory, bounds)
+    if names is not None:
+        kept = _positions(entries)
+        chosen = frozenset[int]().union(*(_resolved(inventory, kept, name, "within") for name in names))
+        entries = [entry for entry in entries if not chosen.isdisjoint(entry.positions)]
+        not_tensors.clear()
+    declared = _declared(inventory, _positions(entries), bounds)
     rows = _rows(entries, declared) + not_tensors
     return concluded(rows, rules_of(limit, threshold), has_bounds=bool(declared))
 
 
+def _positions(entries: Sequence[AuditEntry]) -> frozenset[int]:
+    return frozenset(position for entry in entries for position in entry.positions)
+
+
+def _resolved(inventory: Inventory, kept: frozenset[int], name: str, argument: str) -> frozenset[int]:
+    """Returns the positions that a name stands for.
+
+    Raises:
+        ConfigurationError: It stands for nothing, or for nothing that is looked at.
+    """
+    found = inventory.resolve((name,), argument)
+    if found.isdisjoint(kept):
+        raise ConfigurationError(
+            f"{argument} has {name!r}, which is left out by include_buffers= or within=; give only what is "
+            f"looked at"
+        )
+    return found
+
+
 def _declared(
-    inventory: Inventory, bounds: Mapping[str, tuple[float | None, float | None]] | None
+    inventory: Inventory,
+    kept: frozenset[int],
+    bounds: Mapping[str, tuple[float | None, float | None]] | None,
 ) -> dict[int, Bounds]:
     """Returns the bounds of each position of the inventory."""
     if bounds is None:
         return {}
     if not isinstance(bounds, Mapping):
         raise ConfigurationError(
-            f"bounds={bounds!r} is not possible; give a mapping from names to pairs (low, high)"
+            f"bounds={shown(bounds)} is not possible; give a mapping from names to pairs (low, high)"
         )
     declared: dict[int, Bounds] = {}
     for name, pair in bounds.items():
+        if not isinstance(name, str):
+            raise ConfigurationError(
+                f"bounds has {shown(name)}, which is no name; give one, or a pattern with *"
+            )
         found = bounds_of(f"bounds[{name!r}]", pair)
         if found is None:
             raise ConfigurationError(
                 f"bounds[{name!r}] is None; give a pair (low, high), None for an open side"
             )
-        declared |= dict.fromkeys(inventory.resolve((name,), "bounds"), found)
+        declared |= dict.fromkeys(_resolved(inventory, kept, name, "bounds"), found)
     return declared
 
 
@@ -155,7 +181,7 @@ def _begun(entry: AuditEntry, declared: Mapping[int, Bounds]) -> _Begun:
     tensor = entry.tensor
     own = [declared[place] for place in entry.positions if place in declared]
     bounds = own[-1] if own else None
-    with functions_off():
+    with unintercepted():
         if is_lazy(tensor):
             return _Begun(entry, None, Scope.LOCAL, bounds, (), Reason.UNINITIALISED.value)
         with isolated(tensor):
@@ -178,22 +204,22 @@ def _begun(entry: AuditEntry, declared: Mapping[int, Bounds]) -> _Begun:
 
 def _row(begun: _Begun, scanned: Scanned | None, reason: str) -> ParamHealthRow:
     """Returns the row of a tensor."""
-    entry, shown = begun.entry, begun.entry.tensor if begun.part is None else begun.part
-    with functions_off():
-        is_shapeless = is_lazy(shown) or shown.is_nested
+    entry, seen = begun.entry, begun.entry.tensor if begun.part is None else begun.part
+    with unintercepted():
+        is_shapeless = is_lazy(seen) or seen.is_nested
         return ParamHealthRow(
             name=entry.name,
             aliases=entry.aliases,
             kind=entry.kind,
-            shape=() if is_shapeless else tuple(map(int, shown.shape)),
-            dtype=str(shown.dtype).removeprefix("torch."),
-            device=str(shown.device),
+            shape=() if is_shapeless else tuple(map(int, seen.shape)),
+            dtype=str(seen.dtype).removeprefix("torch."),
+            device=str(seen.device),
             scope=begun.scope,
             is_scanned=scanned is not None,
             reason=reason,
             scanned=scanned,
             bounds=begun.bounds,
-            headroom_used=None if scanned is None else headroom_used(shown.dtype, scanned),
+            headroom_used=None if scanned is None else headroom_used(seen.dtype, scanned),
         )
 
 
@@ -223,4 +249,4 @@ def _share_of(argument: str, value: object) -> float:
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1:
         return float(value)
-    raise ConfigurationError(f"{argument}={value!r} is not possible; give a share, above 0 and up to 1")
+    raise ConfigurationError(f"{argument}={shown(value)} is not possible; give a share, above 0 and up to 1")

@@ -11,6 +11,8 @@ import torch
 
 from torchinstruments.checks.findings import MAX_NAMES, Severity, Unavailable, plain
 from torchinstruments.checks.health_findings import HealthFinding, gravest_first, printed
+from torchinstruments.checks.inventory import BUFFER
+from torchinstruments.checks.masks import looks_like_a_mask
 from torchinstruments.checks.tensor_scan import Bounds, Scanned, dtype_range
 from torchinstruments.records import Reason, Scope
 
@@ -202,7 +204,7 @@ def rules_of(max_fraction: float, threshold: float) -> list[Rule]:
         Rule(
             code="param_value_nonfinite",
             severity=lambda _: Severity.CRITICAL,
-            applies=lambda _, scanned: scanned.num_nonfinite > 0,
+            applies=lambda row, scanned: scanned.num_nonfinite > 0 and not _is_mask(row, scanned),
             values=lambda _, scanned: {
                 "num_nan": scanned.num_nan,
                 "num_posinf": scanned.num_posinf,
@@ -232,7 +234,9 @@ def rules_of(max_fraction: float, threshold: float) -> list[Rule]:
         Rule(
             code="param_dtype_headroom",
             severity=_unless_8_bit,
-            applies=lambda row, _: _is_float(row) and (row.headroom_used or 0.0) >= max_fraction,
+            applies=lambda row, scanned: (
+                _is_float(row) and (row.headroom_used or 0.0) >= max_fraction and not _is_mask(row, scanned)
+            ),
             values=lambda row, scanned: {
                 "max_abs": scanned.max_abs,
                 "headroom_used": row.headroom_used,
@@ -252,6 +256,18 @@ def rules_of(max_fraction: float, threshold: float) -> list[Rule]:
             },
             message=f"hold {threshold:g} or more of subnormal values",
             remedy="they lose digits, or vanish where subnormals are flushed: hold them in a wider dtype",
+        ),
+        Rule(
+            code="param_mask",
+            severity=lambda _: Severity.INFO,
+            applies=_is_mask,
+            values=lambda _, scanned: {
+                "num_neginf": scanned.num_neginf,
+                "minimum": scanned.minimum,
+                "num_values": scanned.num_values,
+            },
+            message="are buffers of zeros with negative infinity or the lowest number, as masks of attention",
+            remedy="",
         ),
         Rule(
             code="param_all_zero",
@@ -354,6 +370,12 @@ def _coverage(rows: Sequence[ParamHealthRow]) -> Mapping[str, Any]:
             "scope": Scope.LOCAL_SHARD.value if Scope.LOCAL_SHARD in scopes else Scope.LOCAL.value,
         }
     )
+
+
+def _is_mask(row: ParamHealthRow, scanned: Scanned) -> bool:
+    """Returns whether a buffer is made to be added to attention, to hide what is not to be seen."""
+    reaches_the_end = scanned.num_neginf > 0 or row.headroom_used == 1.0
+    return row.kind == BUFFER and _is_float(row) and reaches_the_end and looks_like_a_mask(scanned)
 
 
 def _is_float(row: ParamHealthRow) -> bool:

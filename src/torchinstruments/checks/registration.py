@@ -15,8 +15,20 @@ __all__ = [
     "flag_of",
     "names_of",
     "positive_of",
+    "shown",
     "window_of",
 ]
+
+_MAX_SHOWN = 80
+
+
+def shown(value: object) -> str:
+    """Returns what a caller gave, on one line that leaves room for the rest of a sentence."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # noqa: BLE001 - what cannot be shown is a wrong argument all the same
+        return type(value).__name__
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def action_of(value: object) -> Action:
@@ -35,8 +47,9 @@ def choice_of(argument: str, value: object, allowed: Sequence[str]) -> str:
         ConfigurationError: It is none of them.
     """
     if not isinstance(value, str) or value not in allowed:
-        shown = ", ".join(repr(one) for one in allowed)
-        raise ConfigurationError(f"{argument}={value!r} is not known; give one of {shown}")
+        raise ConfigurationError(
+            f"{argument}={shown(value)} is not known; give one of {', '.join(map(repr, allowed))}"
+        )
     return value
 
 
@@ -47,7 +60,7 @@ def cadence_of(value: object, argument: str = "every") -> int:
         ConfigurationError: It is no integer of at least 1.
     """
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise ConfigurationError(f"{argument}={value!r} is not possible; give an integer from 1")
+        raise ConfigurationError(f"{argument}={shown(value)} is not possible; give an integer from 1")
     return int(value)
 
 
@@ -58,7 +71,7 @@ def flag_of(argument: str, value: object) -> bool:
         ConfigurationError: It is none.
     """
     if not isinstance(value, bool):
-        raise ConfigurationError(f"{argument}={value!r} is not possible; give True or False")
+        raise ConfigurationError(f"{argument}={shown(value)} is not possible; give True or False")
     return value
 
 
@@ -73,13 +86,15 @@ def window_of(value: object) -> tuple[int, int]:
         if all(isinstance(one, int) and not isinstance(one, bool) for one in (m, n)) and 1 <= m <= n:
             return m, n
     raise ConfigurationError(
-        f"window={value!r} is not possible; give a pair (m, n) of integers with 1 <= m <= n: "
+        f"window={shown(value)} is not possible; give a pair (m, n) of integers with 1 <= m <= n: "
         f"a finding needs m bad ones of the last n steps"
     )
 
 
 def bounds_of(argument: str, value: object) -> tuple[float | None, float | None] | None:
     """Returns a closed range of which either side may be open; None where there is none.
+
+    A whole number stays one, for a float does not hold each of 64 bits.
 
     Raises:
         ConfigurationError: It is no such pair.
@@ -91,9 +106,9 @@ def bounds_of(argument: str, value: object) -> tuple[float | None, float | None]
         if all(one is None or _is_number(one) for one in (low, high)) and not (
             low is not None and high is not None and low > high
         ):
-            return None if low is None else float(low), None if high is None else float(high)
+            return _exact(low), _exact(high)
     raise ConfigurationError(
-        f"{argument}={value!r} is not possible; give a pair (low, high) of numbers with low <= high, "
+        f"{argument}={shown(value)} is not possible; give a pair (low, high) of numbers with low <= high, "
         f"None for an open side"
     )
 
@@ -105,12 +120,17 @@ def positive_of(argument: str, value: object) -> float:
         ConfigurationError: It is none.
     """
     if not _is_number(value) or not float(value) > 0:  # type: ignore[arg-type]
-        raise ConfigurationError(f"{argument}={value!r} is not possible; give a positive number")
+        raise ConfigurationError(f"{argument}={shown(value)} is not possible; give a positive number")
     return float(value)  # type: ignore[arg-type]
 
 
-def names_of(argument: str, value: object) -> tuple[str, ...] | None:
-    """Returns names of parameters; None where all are meant.
+def names_of(argument: str, value: object, of: str = "parameters") -> tuple[str, ...] | None:
+    """Returns names; None where all are meant.
+
+    Args:
+        argument: Whose they are, for the message.
+        value: What the caller gave.
+        of: What has them, ``parameters`` or ``modules``.
 
     Raises:
         ConfigurationError: They are no texts, or there are none.
@@ -125,11 +145,20 @@ def names_of(argument: str, value: object) -> tuple[str, ...] | None:
         names = ()
     if not names or not all(isinstance(name, str) for name in names):
         raise ConfigurationError(
-            f"{argument}={value!r} is not possible; give names of parameters as in model.named_parameters(), "
+            f"{argument}={shown(value)} is not possible; give names of {of} as in model.named_{of}(), "
             f"at least one"
         )
     return names
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer that no float reaches
+        return False
+
+
+def _exact(value: Real | None) -> float | None:
+    if value is None:
+        return None
+    return int(value) if isinstance(value, Integral) else float(value)

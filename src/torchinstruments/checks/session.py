@@ -24,6 +24,7 @@ from torchinstruments.checks.blocks import Blocks
 from torchinstruments.checks.check import Check, Ground
 from torchinstruments.checks.clip_ledger import ClipLedger
 from torchinstruments.checks.findings import Finding, FindingStore
+from torchinstruments.checks.guard import guarded, internal_error
 from torchinstruments.checks.inventory import Inventory
 from torchinstruments.checks.kept_reports import KeptReports
 from torchinstruments.checks.measures import local_numel
@@ -157,7 +158,10 @@ class ChecksSession(Registrars):
         )
         ground = Ground(self._inventory, visitor.emit, self._store.add_unavailable, self._clip_norm)
         for check in checks:
-            check.attached(ground)
+            with guarded(check.name, self._store.add_unavailable) as guard:
+                check.attached(ground)
+            if guard.has_failed:
+                visitor.give_up(check)
         attempts = self._make_attempts(SkipRelay(visitor))
         # One whose clock the session could not take is none that came later.
         self._is_seen_apart = self._kept.shared is not None or observer_of(self._holder) is not None
@@ -224,14 +228,16 @@ class ChecksSession(Registrars):
             self._finalizer.detach()
         _detach_all(watch.attempts, watch.site, steps)
         self._ledger.settle(final=True)
-        # What is open is judged as it is, before the checks let go of the model.
-        report = self._make_report(reason, is_final=True)
-        for check in self._checks:
-            check.detached()
-        watch.visitor.forget()
-        self._watch = self._steps = None
-        self._kept.keep(report)
-        self._kept.shared = None
+        try:
+            # What is open is judged as it is, before the checks let go of the model.
+            self._kept.keep(self._make_report(reason, is_final=True))
+        finally:
+            for check in self._checks:
+                with guarded(check.name, self._store.add_unavailable):
+                    check.detached()
+            watch.visitor.forget()
+            self._watch = self._steps = None
+            self._kept.shared = None
 
     def __enter__(self) -> Self:
         """Attaches, where it is not attached."""
@@ -411,7 +417,8 @@ class ChecksSession(Registrars):
     def _take_record(self, record: AttemptRecord) -> None:
         for check in self._checks:
             if type(check).attempt_closed is not Check.attempt_closed:
-                check.attempt_closed(record)
+                with guarded(check.name, self._store.add_unavailable):
+                    check.attempt_closed(record)
 
     def _number(self, name: str, value: object, lowest: int) -> int | None:
         if value is None:
@@ -434,9 +441,7 @@ class ChecksSession(Registrars):
             warn_user(f"torchinstruments: {kind}: {sentence}")
 
     def _report_error(self, probe: str, error: BaseException) -> None:
-        self._store.add_unavailable(
-            "session", f"internal_error: {probe}: {type(error).__name__}: {error_text(error)}"
-        )
+        self._store.add_unavailable("session", f"{internal_error(error)}, in {probe}")
 
 
 def _detach_all(attempts: Attempts, site: AccumulationSite, steps: StepSite) -> None:

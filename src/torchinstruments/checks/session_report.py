@@ -14,6 +14,7 @@ from torchinstruments.checks.check import Check
 from torchinstruments.checks.clip_ledger import ClipLedger
 from torchinstruments.checks.disclosures import of_model
 from torchinstruments.checks.findings import FindingStore
+from torchinstruments.checks.guard import guarded
 from torchinstruments.checks.inventory import Inventory
 from torchinstruments.checks.report import CheckReport, frozen
 from torchinstruments.checks.scale_ledger import ScaleLedger
@@ -107,7 +108,9 @@ class ReportMaker:
         """
         store = FindingStore()
         for check in self._checks:
-            check.finish(store.add_unavailable, is_final=is_final)
+            with guarded(check.name, store.add_unavailable):
+                check.finish(store.add_unavailable, is_final=is_final)
+        ledgers = self._ledgers(store)
         self._say_what_never_ran(store, watch, disabled=disabled)
         for kind, names in changed_parameters(self._model, inventory, None if watch is None else watch.site):
             store.add_unavailable("session", kind, names)
@@ -130,7 +133,7 @@ class ReportMaker:
                     "notices": sorted(notices),
                 }
             ),
-            ledgers=_frozen_map(self._ledgers()),
+            ledgers=_frozen_map(ledgers),
             coverage=_frozen_map(
                 {
                     "watched_parameters": sum(entry.tensor.requires_grad for entry in parameters),
@@ -169,11 +172,12 @@ class ReportMaker:
             for name, reason in without_attempt(num_forwards, watch.visitor.accepted_steps):
                 store.add_unavailable(name, reason)
 
-    def _ledgers(self) -> dict[str, object]:
+    def _ledgers(self, store: FindingStore) -> dict[str, object]:
         facts: dict[str, list[object]] = {}
         for check in self._checks:
-            if (found := check.facts()) is not None:
-                facts.setdefault(check.name, []).append(found)
+            with guarded(check.name, store.add_unavailable):
+                if (found := check.facts()) is not None:
+                    facts.setdefault(check.name, []).append(found)
         return {
             **facts,
             "scale": self._ledger.snapshot(),

@@ -5,10 +5,17 @@ A pure state machine. Only what was bad lately has a state, so that a healthy mo
 
 from collections.abc import Collection
 
-__all__ = ["WARN_WINDOW", "Sustained"]
+from torchinstruments.checks.findings import Action
+
+__all__ = ["WARN_WINDOW", "Sustained", "at_once", "warned"]
 
 WARN_WINDOW = (5, 8)
 """How many bad ones of how many observations make a finding, where the caller says nothing."""
+
+
+def at_once() -> "Sustained":
+    """Returns windows of what is told at the first bad one, and again after `WARN_WINDOW` without any."""
+    return Sustained((1, WARN_WINDOW[1]))
 
 
 class Sustained:
@@ -57,3 +64,16 @@ class Sustained:
                 self._recent.pop(subject, None)
                 self._told.discard(subject)
         return due
+
+
+def warned(action: Action, windows: Sustained, bad: Collection[int], observed: Collection[int]) -> Action:
+    """Returns what is done about something bad, of which each is a finding and only the first one a warning.
+
+    Args:
+        action: What the caller asked for.
+        windows: Of what is told at the first bad one.
+        bad: Subjects that are bad.
+        observed: All that were looked at.
+    """
+    due = windows.observe(bad, observed)
+    return Action.COLLECT if action is Action.WARN and not due else action

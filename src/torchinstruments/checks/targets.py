@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchinstruments.checks.inventory import Inventory
+from torchinstruments.checks.registration import shown
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.observe.sharding import ManagedParameters
 from torchinstruments.ranks.optimizers import unwrapped
@@ -24,6 +25,9 @@ def checked_model(model: object) -> nn.Module | Mapping[str, torch.Tensor]:
     if isinstance(model, nn.Module):
         return model
     if isinstance(model, Mapping) and all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
+        for key in model:
+            if not isinstance(key, str):
+                raise ConfigurationError(f"model has the key {shown(key)}, which is no name; give texts")
         return model
     raise ConfigurationError(
         f"model={type(model).__name__} cannot be watched; give a torch.nn.Module, or a mapping from names to "
@@ -92,4 +96,4 @@ def _shown(given: object) -> str:
     """Returns what was given, without the many lines that an optimizer prints."""
     if isinstance(given, (list, tuple)):
         return f"[{', '.join(_shown(one) for one in given)}]"
-    return type(given).__name__ if isinstance(given, Optimizer) else repr(given)
+    return type(given).__name__ if isinstance(given, Optimizer) else shown(given)

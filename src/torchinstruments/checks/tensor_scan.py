@@ -297,18 +297,22 @@ def _by_bits(piece: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _outside(entries: torch.Tensor, bounds: Bounds) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns how many floats lie below and above bounds; NaN does neither."""
     none = torch.zeros((), dtype=torch.int64, device=entries.device)
-    low, high = (None if bound is None else _rounded(bound, entries) for bound in bounds)
+    low, high = bounds
+    reach = torch.finfo(entries.dtype).max
+    # Where the dtype does not reach so far, infinities lie on the other side of a bound than finite entries.
+    if low is not None:
+        low = math.inf if low > reach else max(low, -reach)
+    if high is not None:
+        high = -math.inf if high < -reach else min(high, reach)
     return (
-        none if low is None else (entries < low).sum(),
-        none if high is None else (entries > high).sum(),
+        none if low is None else (entries < _like(entries, low)).sum(),
+        none if high is None else (entries > _like(entries, high)).sum(),
     )
 
 
-def _rounded(bound: float, entries: torch.Tensor) -> torch.Tensor:
-    """Returns a bound in the dtype of the entries, infinite where that does not reach so far."""
-    reach = torch.finfo(entries.dtype).max
-    bound = bound if abs(bound) <= reach else math.copysign(math.inf, bound)
-    return torch.full((), bound, dtype=entries.dtype, device=entries.device)
+def _like(entries: torch.Tensor, bound: float) -> torch.Tensor:
+    """Returns a bound in the dtype of the entries."""
+    return torch.full((), float(bound), dtype=entries.dtype, device=entries.device)
 
 
 def _whole(bounds: Bounds) -> tuple[int | None, int | None]:

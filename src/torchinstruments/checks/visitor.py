@@ -11,8 +11,8 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+import torch
 from torch.optim import Optimizer
 
 from torchinstruments.checks.accumulation import AccumulationSite
@@ -20,6 +20,7 @@ from torchinstruments.checks.alarms import StepAlarms
 from torchinstruments.checks.attempts import Attempts
 from torchinstruments.checks.check import BackwardLook, Check, Judge, StepLook
 from torchinstruments.checks.findings import Action, CheckWarning, Finding, FindingStore, Moment
+from torchinstruments.checks.guard import guarded, internal_error
 from torchinstruments.checks.inventory import Inventory
 from torchinstruments.checks.looks import LookMaker
 from torchinstruments.checks.measures import norms, sort_out
@@ -28,12 +29,9 @@ from torchinstruments.checks.unstepped import Unstepped
 from torchinstruments.checks.watchdog import Watchdog
 from torchinstruments.errors import CheckViolationError
 from torchinstruments.observe.engine import is_capturing_graph
-from torchinstruments.records import Reason, error_text
+from torchinstruments.records import Reason
 from torchinstruments.statistics.isolation import functions_off, isolated
 from torchinstruments.warning_place import warn_user
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["SiteVisitor"]
 
@@ -81,7 +79,7 @@ class SiteVisitor:
         self._after_backward = _overriding(checks, "backward_ended")
         self._before = _overriding(checks, "before_write")
         self._after = _overriding(checks, "after_write")
-        self._failures: Counter[str] = Counter()
+        self._failures: Counter[Check] = Counter()
         of_steps = [check.name for check in (*self._before, *self._after) if not check.is_passive]
         self._alarms = StepAlarms(
             watchdog, unstepped, tuple(dict.fromkeys(of_steps)), self._moment, self.emit
@@ -93,6 +91,7 @@ class SiteVisitor:
         self._is_unlooked = False
         self._early: dict[int, torch.Tensor] = {}
         self._only: tuple[weakref.ref[Optimizer], ...] | None = None
+        self._awaited: frozenset[int] | None = None
         self._without_evidence: set[int] = set()
 
     def connect(
@@ -109,8 +108,17 @@ class SiteVisitor:
 
     def look_only_at(self, optimizers: Sequence[Optimizer] | None) -> None:
         """Takes which optimizers' steps are looked at; None looks at all that are counted (at attach)."""
-        if optimizers is not None:
-            self._only = tuple([weakref.ref(optimizer) for optimizer in optimizers])
+        if optimizers is None:
+            return
+        self._only = tuple([weakref.ref(optimizer) for optimizer in optimizers])
+        steps = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        found = [self._inventory.index_of(tensor) for tensors in steps for tensor in tensors]
+        # Where sharding exchanges parameters none of them is there, and any backward may be theirs.
+        self._awaited = frozenset([index for index in found if index is not None]) or None
+
+    def give_up(self, check: Check) -> None:
+        """Asks a check nothing more (training thread, at attach)."""
+        self._failures[check] = _MAX_FAILURES
 
     def go_on_from(self, former: "SiteVisitor") -> None:
         """Takes what was counted by the one of an earlier attach (training thread, at attach)."""
@@ -149,7 +157,10 @@ class SiteVisitor:
         looks.attempts.backward_ended()
         if not self.enabled:
             return
-        self._alarms.backward_ended(fired)
+        awaited = self._awaited
+        own = fired if awaited is None else [index for index in fired if index in awaited]
+        if own:
+            self._alarms.backward_ended(own)
         if not self._after_backward:
             return
         with self._visit("backward_ended") as runs:
@@ -170,7 +181,7 @@ class SiteVisitor:
         gradient = self._inventory.entries[index].tensor.grad
         if gradient is None:
             return
-        with functions_off(), isolated(self._device_type()):
+        with functions_off(), isolated(self._place()):
             ready, _ = sort_out({index: gradient})
             if ready:
                 self._early[index] = norms((ready[index],))[0][1]
@@ -214,6 +225,9 @@ class SiteVisitor:
                 self._settle(judges)
                 # What is raised for is not written, and nothing of it is to be kept.
                 self._look = None if self._to_raise else look
+        # A step that could not be looked at is one all the same.
+        is_failed = self._look is None and not self._to_raise
+        self._is_unlooked = is_failed and not (decides_on_device or is_capturing_graph())
         self._raise()
 
     def after_write(self, optimizer: Optimizer) -> None:
@@ -269,16 +283,20 @@ class SiteVisitor:
     def _visit(self, site: str) -> Generator[bool]:
         """Isolates a visit, times it, and lets nothing out; yields whether it can be made."""
         started_s = time.perf_counter()
+        has_begun = False
         try:
             if is_capturing_graph():
                 self._store.add_unavailable("session", Reason.GRAPH_CAPTURE.value)
                 yield False
                 return
-            with functions_off(), isolated(self._device_type()):
+            with functions_off(), isolated(self._place()):
+                has_begun = True
                 yield True
         except Exception as error:  # noqa: BLE001 - nothing of this package's own may reach training
             self._waiting.clear()
             self._on_error(site, error)
+            if not has_begun:
+                yield False
         finally:
             self.num_visits[site] += 1
             self.seconds[site] += time.perf_counter() - started_s
@@ -289,7 +307,7 @@ class SiteVisitor:
         """Has checks queue their work; one that raises does not stop the others."""
         judges: list[tuple[Check, Judge]] = []
         for check in checks:
-            if self._failures[check.name] >= _MAX_FAILURES:
+            if self._failures[check] >= _MAX_FAILURES:
                 continue
             try:
                 judge: Judge | None = getattr(check, site)(look)
@@ -311,15 +329,13 @@ class SiteVisitor:
             except Exception as error:  # noqa: BLE001 - isolated from the next check
                 self._failed(check, error)
             else:
-                self._failures[check.name] = 0
+                self._failures[check] = 0
                 check.has_run = True
 
     def _failed(self, check: Check, error: Exception) -> None:
-        self._failures[check.name] += 1
-        self._store.add_unavailable(
-            check.name, f"internal_error: {type(error).__name__}: {error_text(error)}"
-        )
-        if self._failures[check.name] == _MAX_FAILURES:
+        self._failures[check] += 1
+        self._store.add_unavailable(check.name, internal_error(error))
+        if self._failures[check] == _MAX_FAILURES:
             self._store.add_unavailable(check.name, f"given_up: it failed {_MAX_FAILURES} times in a row")
 
     def _raise(self) -> None:
@@ -332,7 +348,9 @@ class SiteVisitor:
             return
         finding = self._to_raise[0]
         self._to_raise = []
-        report = self._violated(finding)
+        report: dict[str, object] = {}
+        with guarded("session", self._store.add_unavailable):
+            report = self._violated(finding)
         error = CheckViolationError(f"{finding.message}; {finding.remedy}")
         error.fields = {
             "code": finding.code,
@@ -361,9 +379,10 @@ class SiteVisitor:
                 self._inventory.names(missing),
             )
 
-    def _device_type(self) -> str:
+    def _place(self) -> torch.Tensor | str:
+        """Returns a tensor, or the type of a device, where the checks compute."""
         entries = self._inventory.entries
-        return entries[0].tensor.device.type if entries else "cpu"
+        return entries[0].tensor if entries else "cpu"
 
 
 def _overriding(checks: Sequence[Check], site: str) -> tuple[Check, ...]:

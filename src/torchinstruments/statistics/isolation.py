@@ -55,7 +55,7 @@ class isolated(_InferenceMode):  # noqa: N801 - reads as the verb it is, like to
     """
 
     def __init__(self, device: torch.Tensor | str) -> None:
-        device_types = _with_autocast(device if isinstance(device, str) else device.device.type)
+        device_types = _with_autocast(device if isinstance(device, str) else _type_of(device))
         is_inference = torch.is_inference_mode_enabled()
         try:
             # The guard holds from here on, and not from ``__enter__``.
@@ -71,6 +71,14 @@ class isolated(_InferenceMode):  # noqa: N801 - reads as the verb it is, like to
             # It ends with the guard, which must not live on in the traceback.
             del self
             raise
+
+
+def _type_of(tensor: torch.Tensor) -> str:
+    """Returns the type of a tensor's device; a subclass is not asked, for its own code may raise."""
+    if type(tensor) is torch.Tensor:
+        return tensor.device.type
+    with unintercepted():
+        return tensor.device.type
 
 
 @lru_cache(maxsize=16)

@@ -41,6 +41,7 @@ class AttentionSums:
         later: 0-d: all that is given to positions later than the query's.
         furthest_from_one: 0-d: how far the probabilities of a query are from a sum of 1, at most; one that
             gives nothing is left out.
+        lowest: 0-d: the lowest probability.
         num_nonfinite: 0-d: probabilities that are not finite.
     """
 
@@ -48,6 +49,7 @@ class AttentionSums:
     live: torch.Tensor
     later: torch.Tensor
     furthest_from_one: torch.Tensor
+    lowest: torch.Tensor
     num_nonfinite: torch.Tensor
 
     def plus(self, other: "AttentionSums") -> "AttentionSums":
@@ -57,6 +59,7 @@ class AttentionSums:
             self.live + other.live,
             self.later + other.later,
             torch.maximum(self.furthest_from_one, other.furthest_from_one),
+            torch.minimum(self.lowest, other.lowest),
             self.num_nonfinite + other.num_nonfinite,
         )
 
@@ -102,6 +105,7 @@ def attention_sums(tensor: torch.Tensor) -> AttentionSums:
     live = torch.zeros(queries, dtype=wide, device=device)
     later = torch.zeros((), dtype=wide, device=device)
     furthest = torch.zeros((), dtype=wide, device=device)
+    lowest = torch.zeros((), dtype=wide, device=device)
     num_nonfinite = torch.zeros((), dtype=torch.int64, device=device)
     num_rows = max(1, _SCRATCH_ENTRIES // (heads * keys))
     key_places = torch.arange(keys, device=device)
@@ -112,13 +116,14 @@ def attention_sums(tensor: torch.Tensor) -> AttentionSums:
         for item in range(batch):
             block = tensor[item, :, start:stop].to(torch.float64 if tensor.itemsize > 4 else torch.float32)
             num_nonfinite = num_nonfinite + torch.logical_not(torch.isfinite(block)).sum()
+            lowest = torch.minimum(lowest, block.amin().to(wide))
             totals = block.sum(-1, dtype=wide)
             gives = totals > 0
             furthest = torch.maximum(furthest, ((totals - 1).abs() * gives).amax())
             live.narrow(0, start, stop - start).add_(gives.any(0))
             later = later + (block * is_later).sum(dtype=wide)
             mass = mass + (block * is_other).sum(1, dtype=wide)
-    return AttentionSums(mass, live, later, furthest, num_nonfinite)
+    return AttentionSums(mass, live, later, furthest, lowest, num_nonfinite)
 
 
 def audience_of(live: Sequence[float], num_keys: int, *, is_causal: bool) -> KeyAudience:

@@ -11,6 +11,7 @@ from typing_extensions import override
 from torchinstruments.checks.findings import plain
 from torchinstruments.checks.probes.selectors import Selector, selectors_of
 from torchinstruments.checks.probes.watching import Probe
+from torchinstruments.checks.registration import shown
 from torchinstruments.checks.tensor_scan import read, scan
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.records import Scope
@@ -163,7 +164,7 @@ class LivenessProbe(Probe[_LivenessSite]):
     def __init__(self, sites: Iterable[Selector], *, unit_dim: int | None = None) -> None:
         if unit_dim is not None and (not isinstance(unit_dim, int) or isinstance(unit_dim, bool)):
             raise ConfigurationError(
-                f"unit_dim={unit_dim!r} is not possible; give a dimension such as -1, or None"
+                f"unit_dim={shown(unit_dim)} is not possible; give a dimension such as -1, or None"
             )
         self._unit_dim = unit_dim
         super().__init__(selectors_of("sites", sites))

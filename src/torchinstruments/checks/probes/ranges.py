@@ -12,7 +12,7 @@ from torchinstruments.checks.findings import Severity, plain
 from torchinstruments.checks.health_findings import HealthFinding, gravest_first, printed
 from torchinstruments.checks.probes.selectors import FunctionSelector, ModuleSelector, Selector
 from torchinstruments.checks.probes.watching import Probe
-from torchinstruments.checks.registration import bounds_of, flag_of
+from torchinstruments.checks.registration import bounds_of, flag_of, shown
 from torchinstruments.checks.tensor_scan import Bounds, DeviceScan, Scanned, merged, read, scan
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.records import Scope
@@ -55,8 +55,10 @@ class RangeFacts:
 
     def to_dict(self) -> dict[str, object]:
         """Returns it as plain values that strict JSON can hold, the counts among them."""
-        shown = {one.name: plain(getattr(self, one.name)) for one in fields(self) if one.name != "scanned"}
-        return shown | {one.name: plain(getattr(self.scanned, one.name)) for one in fields(Scanned)}
+        plain_values = {
+            one.name: plain(getattr(self, one.name)) for one in fields(self) if one.name != "scanned"
+        }
+        return plain_values | {one.name: plain(getattr(self.scanned, one.name)) for one in fields(Scanned)}
 
 
 class _Kind:
@@ -218,13 +220,15 @@ def _checked(bounds: object) -> dict[Selector, Bounds]:
     """
     if not isinstance(bounds, Mapping) or not bounds:
         raise ConfigurationError(
-            f"bounds={bounds!r} is not possible; give a mapping such as {{func('relu'): (0, 6)}}, not empty"
+            f"bounds={shown(bounds)} is not possible; give a mapping such as {{func('relu'): (0, 6)}}, "
+            f"not empty"
         )
     checked: dict[Selector, Bounds] = {}
     for selector, pair in bounds.items():
         if not isinstance(selector, (FunctionSelector, ModuleSelector)):
             raise ConfigurationError(
-                f"bounds has {selector!r}, which is no selector; give func('relu') or module('encoder.*')"
+                f"bounds has {shown(selector)}, which is no selector; give func('relu') or "
+                f"module('encoder.*')"
             )
         found = bounds_of(f"bounds[{selector}]", pair)
         if found is None:

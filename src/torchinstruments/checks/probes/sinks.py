@@ -19,7 +19,7 @@ from torchinstruments.checks.probes.attention import (
 )
 from torchinstruments.checks.probes.selectors import Selector, selectors_of
 from torchinstruments.checks.probes.watching import Probe
-from torchinstruments.checks.registration import positive_of
+from torchinstruments.checks.registration import positive_of, shown
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.records import Scope
 from torchinstruments.statistics.device import accumulation_dtype
@@ -225,8 +225,8 @@ class SinkProbe(Probe[_SinkSite]):
         self._sink_mass = positive_of("sink_mass", sink_mass)
         if self._sink_mass >= 1:
             raise ConfigurationError(
-                f"sink_mass={sink_mass!r} is not possible; give a mean probability between 0 and 1, such as "
-                f"{SINK_MASS}"
+                f"sink_mass={shown(sink_mass)} is not possible; give a mean probability between 0 and 1, "
+                f"such as {SINK_MASS}"
             )
         self._uniform_factor = positive_of("uniform_factor", uniform_factor)
         self._outlier_factor = positive_of("outlier_factor", outlier_factor)
@@ -398,6 +398,11 @@ def _unlike_probabilities(sums: AttentionSums | None) -> str:
     num_nonfinite = int(sums.num_nonfinite.item())
     if num_nonfinite:
         return f"nonfinite: {num_nonfinite} values are NaN or infinite"
+    lowest = float(sums.lowest.item())
+    if lowest < 0:
+        return f"not_attention: values below 0 (lowest {lowest:.3g})"
+    if not sums.live.any().item():
+        return "not_attention: every value is 0"
     furthest = float(sums.furthest_from_one.item())
     if furthest > _TOLERANCE:
         return f"not_attention: values of a query do not sum to 1 (furthest by {furthest:.3g})"

@@ -23,7 +23,12 @@ from torchinstruments.checks.probes.function_mode import (
     may_run_fused,
     pause_slots,
 )
-from torchinstruments.checks.probes.selectors import FunctionSelector, ModuleSelector, Selector
+from torchinstruments.checks.probes.selectors import (
+    FunctionSelector,
+    ModuleSelector,
+    Selector,
+    plain_name,
+)
 from torchinstruments.errors import CheckLifecycleError, ConfigurationError
 from torchinstruments.observe.engine import is_capturing_graph, is_in_backward, tracing
 from torchinstruments.observe.fused import FusedRegion
@@ -124,6 +129,11 @@ class Probe(Generic[_SiteT]):
         """
         if not isinstance(model, nn.Module):
             raise ConfigurationError(f"watch({type(model).__name__}) is not possible; give an nn.Module")
+        if isinstance(model, torch.jit.ScriptModule):
+            raise ConfigurationError(
+                f"watch({type(model).__name__}) is not possible: a scripted module takes no hooks; "
+                f"watch the one that it was made of"
+            )
         if self._is_watching:
             raise CheckLifecycleError(
                 "this probe watches already; end that block first, or make another probe"
@@ -326,7 +336,7 @@ class _Watch:
         if is_in_backward():
             return
         try:
-            name = str(getattr(function, "__name__", "")).rstrip("_")
+            name = plain_name(str(getattr(function, "__name__", "")))
             wanted = [selector for selector in self._functions if selector.matches(function, name)]
             if not wanted:
                 return
