@@ -29,8 +29,9 @@ from torchinstruments import AlwaysSampler, EveryNForwardsSampler, inject_observ
 from torchinstruments.config import HistoryConfig
 from torchinstruments.records import Claim, Identity, ModuleRecord, RunRecord, Sample
 from torchinstruments.sinks.delivery import Delivery
-from torchinstruments.store.columns import Origin, history_columns
+from torchinstruments.store.columns import Origin
 from torchinstruments.store.filesystem import open_storage
+from torchinstruments.store.history_columns import history_columns
 from torchinstruments.store.local_target import LocalTarget
 from torchinstruments.store.parts import encode_columns
 from torchinstruments.store.writer import RankWriter

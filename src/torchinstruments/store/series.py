@@ -104,8 +104,8 @@ class SeriesIndex:
             batch: Rows of ``history`` with at least the key columns.
 
         Raises:
-            TooManySeriesError: The keys seen so far do not fit a word. Where there is a bound, they are beyond
-                it instead.
+            TooManySeriesError: The keys seen so far do not fit a word, and there is no bound that they could
+                be beyond.
         """
         if batch.num_rows == 0:
             return np.empty(0, np.int64)

@@ -16,10 +16,10 @@ from torchinstruments.store.columns import (
     Columns,
     Origin,
     fingerprints_columns,
-    history_columns,
     samples_columns,
     steps_columns,
 )
+from torchinstruments.store.history_columns import history_columns
 from torchinstruments.store.parts import encode_columns
 from unit.store.material import (
     METRICS,
