@@ -194,7 +194,7 @@ def step_time(rounds: int) -> None:
                 for way in list(writers) if number % 2 else reversed(writers):
                     bursts[way].append(writers[way].burst(step))
                     bursts["nothing"].append(steps_s(step, bursts[way][-1][0]))
-            writer_s = {way: writer.close() / (BURSTS * rounds) for way, writer in writers.items()}
+            writer_s = {way: writer.end() / (BURSTS * rounds) for way, writer in writers.items()}
         bare_s = min(taken_s / count for count, taken_s in bursts["nothing"])
         print(f"\n{name}: step {1e3 * bare_s:.2f} ms, beside {scalars_of(deliveries):,} scalars a second")
         for way, found in bursts.items():
@@ -262,7 +262,7 @@ class Beside(RankFolderSink):
             count += 1
         return count, time.perf_counter() - began_s
 
-    def close(self) -> float:
+    def end(self) -> float:
         """Returns the processor seconds of the thread since the first burst, without those of the close."""
         self._delivery.flush(60.0)
         writer_s = self._delivery.writer_s - self._first_s

@@ -300,27 +300,28 @@ class Delivery:
         else:
             scalars = batch.read(observation.index)
             metrics, values, reasons = scalars.metrics, scalars.values, scalars.reasons
-        call = observation.call
+        call, layer = observation.call, observation.call.layer
+        # In the order of a measurement's fields: by name it takes half as long again.
         filled = _Filled(
-            layer=call.layer.name,
-            layer_index=call.layer.index,
-            call_index=call.call_index,
-            signal=observation.signal,
-            stage=_STAGE_TEXTS[observation.stage],
-            tensor_path=observation.tensor_path,
-            backward_index=self.backward_index or 0,
-            timestamp_us=observation.timestamp_us,
-            mode=call.mode,
-            grad_enabled=call.grad_enabled,
-            scope=observation.scope,
-            replica_key=observation.replica_key,
-            execution=call.execution,
-            shape=observation.shape,
-            dtype=observation.dtype,
-            device=observation.device,
-            metrics=metrics,
-            values=values,
-            reasons=reasons,
+            layer.name,
+            layer.index,
+            call.call_index,
+            observation.signal,
+            _STAGE_TEXTS[observation.stage],
+            observation.tensor_path,
+            self.backward_index or 0,
+            observation.timestamp_us,
+            call.mode,
+            call.grad_enabled,
+            observation.scope,
+            observation.replica_key,
+            call.execution,
+            observation.shape,
+            observation.dtype,
+            observation.device,
+            metrics,
+            values,
+            reasons,
         )
         filled.__class__ = Measurement
         return filled

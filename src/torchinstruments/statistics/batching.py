@@ -13,7 +13,7 @@ says so in their place. One that is not this package's own gets a copy of the te
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -52,8 +52,7 @@ _SCALAR = "a scalar"
 _LOST = Absent(Reason.REDUCER_ERROR.with_detail("its packed result does not hold it"))
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredScalars:
+class MeasuredScalars(NamedTuple):
     """The scalars of one tensor.
 
     Attributes:
@@ -186,12 +185,11 @@ class ScalarBatch:
         tensor = self._tensors[index]
         held = tensor.held
         if tensor.derived is not None:
-            at_once = finished(tensor.derived)
-            if not isinstance(at_once, Absent) and [*at_once] == [*held]:
+            at_once, metrics = finished(tensor.derived), tensor.derived.reducer.metrics
+            if not isinstance(at_once, Absent) and tuple(at_once) == metrics:
                 numbers = tuple(at_once.values())
                 if Absent not in map(type, numbers):
-                    metrics = tensor.derived.reducer.metrics
-                    return MeasuredScalars(metrics, cast("tuple[float, ...]", numbers), ("",) * len(metrics))
+                    return MeasuredScalars(metrics, cast("tuple[float, ...]", numbers), ("",) * len(numbers))
         values: list[float | None] = []
         reasons: list[str] = []
         source: Held = 0.0
