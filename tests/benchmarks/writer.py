@@ -5,13 +5,15 @@ thread, the least of several rounds. A step beside the writer thread is measured
 that is busy beside training shares Python's lock with it: a second's worth of another run's deliveries, as
 hooks leave them, is put before the thread at once, and a model that nobody observes trains until it is done
 with them. What its steps took more than without them is what they take more in a second at that rate. It is
-the least of many such bursts, in turns with as many steps beside nothing (A/A), and with a thread that takes
-the numbers out and lets go of them. Asserts nothing.
+the least of many such bursts, in turns with as many steps beside nothing (A/A), with a thread that takes the
+numbers out and lets go of them, and with one that computes as long without the lock: what that adds is for
+want of a processor. Asserts nothing.
 
     python -P tests/benchmarks/writer.py [--rounds 12] [--only steps]
 """
 
 import argparse
+import hashlib
 import statistics
 import sys
 import tempfile
@@ -187,20 +189,28 @@ def step_time(rounds: int) -> None:
         nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
     for name, step in (("200 x Linear(4, 4)", tiny_step), ("example model, 8 x 64", example_step)):
-        bursts: dict[str, list[tuple[int, float]]] = {"nothing": [], "resolved": [], "written": []}
+        bursts: dict[str, list[tuple[int, float]]] = {
+            way: [] for way in ("nothing", "without lock", "resolved", "written")
+        }
         with tempfile.TemporaryDirectory() as folder:
             writers = {way: Beside(f"{folder}/{way}", deliveries, way) for way in ("resolved", "written")}
             for number in range(BURSTS * rounds):
                 for way in list(writers) if number % 2 else reversed(writers):
                     bursts[way].append(writers[way].burst(step))
                     bursts["nothing"].append(steps_s(step, bursts[way][-1][0]))
-            writer_s = {way: writer.end() / (BURSTS * rounds) for way, writer in writers.items()}
+                bursts["without lock"].append(
+                    beside_hashing_s(step, writers["written"].thread_s / (number + 1))
+                )
+            writer_s = {way: writer.thread_s / (BURSTS * rounds) for way, writer in writers.items()}
+            writer_s["without lock"] = writer_s["written"]
+            for writer in writers.values():
+                writer.end()
         bare_s = min(taken_s / count for count, taken_s in bursts["nothing"])
         print(f"\n{name}: step {1e3 * bare_s:.2f} ms, beside {scalars_of(deliveries):,} scalars a second")
         for way, found in bursts.items():
             added = [100 * (taken_s - count * bare_s) for count, taken_s in found]
             print(
-                f"  {way:10}{min(added):6.2f} % longer, median {statistics.median(added):6.2f} %, "
+                f"  {way:14}{min(added):6.2f} % longer, median {statistics.median(added):6.2f} %, "
                 f"writer thread {100 * writer_s.get(way, 0.0):.1f} % of a core",
                 flush=True,
             )
@@ -262,12 +272,31 @@ class Beside(RankFolderSink):
             count += 1
         return count, time.perf_counter() - began_s
 
-    def end(self) -> float:
-        """Returns the processor seconds of the thread since the first burst, without those of the close."""
-        self._delivery.flush(60.0)
-        writer_s = self._delivery.writer_s - self._first_s
+    @property
+    def thread_s(self) -> float:
+        """Processor seconds of the thread since the first burst."""
+        return self._delivery.writer_s - self._first_s
+
+    def end(self) -> None:
+        """Ends the thread."""
         self._delivery.close(60.0)
-        return writer_s
+
+
+def beside_hashing_s(step: Callable[[], None], thread_s: float) -> tuple[int, float]:
+    """Returns steps and wall seconds beside a thread that computes so long without Python's lock."""
+    text = bytes(2**20)
+
+    def work() -> None:
+        while time.thread_time() < thread_s:
+            hashlib.sha256(text)
+
+    thread = threading.Thread(target=work)
+    began_s, count = time.perf_counter(), 0
+    thread.start()
+    while thread.is_alive():
+        step()
+        count += 1
+    return count, time.perf_counter() - began_s
 
 
 def unresolved(num_scalars: int) -> list[DeferredSample]:
