@@ -1,36 +1,43 @@
 """What it costs to write samples: encoding, size, whether time stays linear, and added step time.
 
 The samples are real ones of the model of ``examples/``. Times of encoding are processor seconds of the
-thread, the least of several rounds. Step times are wall time and processor seconds of the training thread,
-for a thread that is busy beside training shares Python's lock with it: a model of 200 tiny layers, sampled so
-often that it gives the rate, takes turns between an observer whose samples are dropped, the same again (A/A),
-one whose writer thread takes the numbers out and lets go of them, and one that writes them into a local
-folder. A ratio is the median over rounds. Asserts nothing.
+thread, the least of several rounds. A step beside the writer thread is measured in wall time, for a thread
+that is busy beside training shares Python's lock with it: a second's worth of another run's deliveries, as
+hooks leave them, is put before the thread at once, and a model that nobody observes trains until it is done
+with them. What its steps took more than without them is what they take more in a second at that rate. It is
+the least of many such bursts, in turns with as many steps beside nothing (A/A), with a thread that takes the
+numbers out and lets go of them, and with one that computes as long without the lock: what that adds is for
+want of a processor. Asserts nothing.
 
     python -P tests/benchmarks/writer.py [--rounds 12] [--only steps]
 """
 
 import argparse
+import hashlib
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 from torch import nn
 
-from torchinstruments import AlwaysSampler, EveryNForwardsSampler, inject_observer
+from torchinstruments import AlwaysSampler, inject_observer
 from torchinstruments.config import HistoryConfig
-from torchinstruments.records import Claim, Identity, ModuleRecord, RunRecord, Sample
+from torchinstruments.records import Claim, DeferredSample, Identity, ModuleRecord, RunRecord, Sample
 from torchinstruments.sinks.delivery import Delivery
-from torchinstruments.store.columns import Origin, history_columns
+from torchinstruments.sinks.directory import RankFolderSink
+from torchinstruments.sinks.outbox import BoundedOutbox
+from torchinstruments.store.columns import Origin
 from torchinstruments.store.filesystem import open_storage
+from torchinstruments.store.history_columns import HistoryColumns
 from torchinstruments.store.local_target import LocalTarget
 from torchinstruments.store.parts import encode_columns
 from torchinstruments.store.writer import RankWriter
@@ -38,8 +45,7 @@ from torchinstruments.store.writer import RankWriter
 EXAMPLES = str(Path(__file__).parents[2] / "examples")
 RECORDED = 60
 RATE = 100_000
-SPAN_S = 2.5
-"""Longer than the writer thread's period, so that each measurement holds its share of the work."""
+BURSTS = 5
 
 
 class Keeping:
@@ -59,12 +65,29 @@ class Keeping:
         """Nothing to end."""
 
 
-def example() -> tuple[nn.Module, torch.Tensor]:
-    """The character model of ``examples/``, with a small batch."""
+@dataclass(frozen=True, slots=True)
+class Renumbered:
+    """A delivery once more, as one of another sample."""
+
+    delivery: DeferredSample
+    ordinal: int
+
+    @property
+    def num_scalars(self) -> int:
+        """Scalars that it holds."""
+        return self.delivery.num_scalars
+
+    def resolve(self) -> Sample:
+        """Reads the numbers out."""
+        return replace(self.delivery.resolve(), ordinal=self.ordinal)
+
+
+def example(rows: int = 2) -> tuple[nn.Module, torch.Tensor]:
+    """The character model of ``examples/``, with a batch of so many rows."""
     sys.path.insert(0, EXAMPLES)
     from ddp_language_model import VOCABULARY, CharacterModel
 
-    return CharacterModel(64), torch.randint(VOCABULARY, (2, 64))
+    return CharacterModel(64), torch.randint(VOCABULARY, (rows, 64))
 
 
 def recorded() -> list[Sample]:
@@ -98,9 +121,10 @@ def encoding(samples: list[Sample], rounds: int) -> None:
     for share in (0.03, 0.2, 0.9):
         part = [(sample.ordinal, sample) for sample in samples[: int(share * len(samples))]]
         num_rows = scalars([sample for _, sample in part])
-        columns = history_columns(part, origin)
+        made = HistoryColumns(origin)
+        columns = made.make(part)
         data = encode_columns(columns, {})
-        made_s = least(lambda: history_columns(part, origin), rounds)  # noqa: B023 - called at once
+        made_s = least(lambda: made.make(part), rounds)  # noqa: B023 - called at once
         encoded_s = least(lambda: encode_columns(columns, {}), rounds)  # noqa: B023 - called at once
         rates = [num_rows / seconds / 1e6 for seconds in (made_s, encoded_s, made_s + encoded_s)]
         print(
@@ -134,10 +158,7 @@ def growth(samples: list[Sample], rounds: int) -> None:
 def written_s(samples: list[Sample], count: int) -> float:
     """Returns the processor seconds of writing so many samples, each of two deliveries."""
     with tempfile.TemporaryDirectory() as folder:
-        target = LocalTarget(open_storage(folder), "", "1a2b3c4d")
-        identity = Identity(0, 1, 0, "host", "1a2b3c4d", launcher="", pid=1)
-        claim = Claim(folder, "run", 0, 0, verified=True)
-        writer = RankWriter(identity, claim, HistoryConfig(), target)
+        writer = rank_writer(folder)
         began_s = time.thread_time()
         for number in range(count):
             for sample in samples[2 * (number % RECORDED) :][:2]:
@@ -146,85 +167,156 @@ def written_s(samples: list[Sample], count: int) -> float:
         return time.thread_time() - began_s
 
 
-def step_time(rounds: int) -> None:
-    """Prints how much longer steps take beside a writer that gets the rate."""
-    model, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(200)]), torch.randn(4, 4)
-
-    def step() -> None:
-        model(x).square().mean().backward()
-
-    def step_s() -> tuple[float, float]:
-        """Returns wall seconds and seconds of this thread for a step."""
-        step()
-        num_steps, began_s, began_thread_s = 0, time.perf_counter(), time.thread_time()
-        while time.perf_counter() - began_s < SPAN_S:
-            step()
-            num_steps += 1
-        return (time.perf_counter() - began_s) / num_steps, (time.thread_time() - began_thread_s) / num_steps
-
-    every = interval_for(model, step)
-    ways: dict[str, AbstractContextManager[object]] = {
-        "dropped": patch.object(Delivery, "put_sample", _drop),
-        "dropped again (A/A)": patch.object(Delivery, "put_sample", _drop),
-        "resolved": patch.object(RankWriter, "add_sample", _drop),
-        "written": nullcontext(),
-    }
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-    rates, shares = [], []
-    for number in range(rounds):
-        for way in list(ways) if number % 2 else reversed(ways):
-            with tempfile.TemporaryDirectory() as folder:
-                observer = inject_observer(
-                    model, output_dir=folder, sampler=EveryNForwardsSampler(every), histograms=()
-                )
-                began_s = time.perf_counter()
-                with ways[way]:
-                    found[way].append(step_s())
-                    observer.flush()
-                if way == "written":
-                    counters, span_s = observer.counters, time.perf_counter() - began_s
-                    rates.append(counters.rows / SPAN_S)
-                    shares.append(100 * counters.writer_s / span_s)
-                observer.close()
-    base = found.pop("dropped")
-    print(
-        f"\na forward in {every} sampled, {statistics.median(rates):,.0f} scalars/s, step "
-        f"{1e3 * statistics.median(wall for wall, _ in base):.2f} ms; "
-        f"writer thread {statistics.median(shares):.1f} % of a core"
+def rank_writer(folder: str) -> RankWriter:
+    """Returns what writes the parts of one process."""
+    identity = Identity(0, 1, 0, "host", "1a2b3c4d", launcher="", pid=1)
+    claim = Claim(folder, "run", 0, 0, verified=True)
+    return RankWriter(
+        identity, claim, HistoryConfig(), LocalTarget(open_storage(folder), "", identity.process)
     )
-    for clock, name in enumerate(("wall", "thread")):
-        for way, times in found.items():
-            ratios = [one[clock] / other[clock] for one, other in zip(times, base, strict=True)]
-            least = min(one[clock] for one in times) / min(one[clock] for one in base)
-            low, middle, high = statistics.quantiles(ratios, n=4)
+
+
+def step_time(rounds: int) -> None:
+    """Prints how much longer steps take beside a writer thread that gets the rate."""
+    deliveries = unresolved(RATE)
+    tiny, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(200)]), torch.randn(4, 4)
+    model, tokens = example(rows=8)
+
+    def tiny_step() -> None:
+        tiny(x).square().mean().backward()
+
+    def example_step() -> None:
+        nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+
+    for name, step in (("200 x Linear(4, 4)", tiny_step), ("example model, 8 x 64", example_step)):
+        bursts: dict[str, list[tuple[int, float]]] = {
+            way: [] for way in ("nothing", "without lock", "resolved", "written")
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            writers = {way: Beside(f"{folder}/{way}", deliveries, way) for way in ("resolved", "written")}
+            for number in range(BURSTS * rounds):
+                for way in list(writers) if number % 2 else reversed(writers):
+                    bursts[way].append(writers[way].burst(step))
+                    bursts["nothing"].append(steps_s(step, bursts[way][-1][0]))
+                bursts["without lock"].append(
+                    beside_hashing_s(step, writers["written"].thread_s / (number + 1))
+                )
+            writer_s = {way: writer.thread_s / (BURSTS * rounds) for way, writer in writers.items()}
+            writer_s["without lock"] = writer_s["written"]
+            for writer in writers.values():
+                writer.end()
+        bare_s = min(taken_s / count for count, taken_s in bursts["nothing"])
+        print(f"\n{name}: step {1e3 * bare_s:.2f} ms, beside {scalars_of(deliveries):,} scalars a second")
+        for way, found in bursts.items():
+            added = [100 * (taken_s - count * bare_s) for count, taken_s in found]
             print(
-                f"  {name:8}{way:22}{middle:8.4f}   {low:.4f} .. {high:.4f}   least {least:.4f}", flush=True
+                f"  {way:14}{min(added):6.2f} % longer, median {statistics.median(added):6.2f} %, "
+                f"writer thread {100 * writer_s.get(way, 0.0):.1f} % of a core",
+                flush=True,
             )
 
 
-def _drop(_taker: object, _sample: object) -> None:
-    """Stands where the samples would be put into the queue, or into columns."""
+def steps_s(step: Callable[[], None], count: int) -> tuple[int, float]:
+    """Returns how many steps were made, and their wall seconds."""
+    began_s = time.perf_counter()
+    for _ in range(count):
+        step()
+    return count, time.perf_counter() - began_s
 
 
-def interval_for(model: nn.Module, step: Callable[[], None]) -> int:
-    """Returns the sampling interval at which the model gives about the rate that is asked for."""
+class Beside(RankFolderSink):
+    """A writer thread that gets deliveries all at once, and tells when it is done with them.
 
-    def least_s() -> float:
-        times = []
-        for _ in range(20):
-            began_s = time.perf_counter()
+    Args:
+        folder: Where it writes.
+        deliveries: What it gets.
+        way: ``resolved`` where it lets go of them.
+    """
+
+    def __init__(self, folder: str, deliveries: Sequence[DeferredSample], way: str) -> None:
+        super().__init__(rank_writer(folder))
+        self._deliveries = deliveries
+        self._lets_go = way == "resolved"
+        self._put = self._observed = 0
+        self._done = threading.Event()
+        # It wakes when the queue is half full, which is with the last one.
+        self._delivery = Delivery(outbox=BoundedOutbox(2 * scalars_of(deliveries)))
+        run = RunRecord(1, "run", "0" * 32, "", {}, {}, (), (), {}, "all", 1, "")
+        self._delivery.start(run, [self])
+        self.burst(partial(time.sleep, 0.01))  # the first part takes longer
+        self._delivery.flush(60.0)
+        self._first_s = self._delivery.writer_s
+
+    def observe(self, sample: Sample) -> None:
+        """Takes one delivery of a sample (writer thread)."""
+        if not self._lets_go:
+            super().observe(sample)
+        self._observed += 1
+
+    def tick(self) -> None:
+        """Ends a round (writer thread)."""
+        super().tick()
+        if self._observed == self._put:
+            self._done.set()
+
+    def burst(self, step: Callable[[], None]) -> tuple[int, float]:
+        """Returns how many steps were made until the deliveries were done with, and their wall seconds."""
+        first = self._put // 2
+        self._put += len(self._deliveries)
+        self._done.clear()
+        for place, one in enumerate(self._deliveries):
+            self._delivery.put_sample(Renumbered(one, first + place // 2))
+        began_s, count = time.perf_counter(), 0
+        while not self._done.is_set():
             step()
-            times.append(time.perf_counter() - began_s)
-        return statistics.median(times)
+            count += 1
+        return count, time.perf_counter() - began_s
 
-    bare_s = least_s()
-    with tempfile.TemporaryDirectory() as folder:
+    @property
+    def thread_s(self) -> float:
+        """Processor seconds of the thread since the first burst."""
+        return self._delivery.writer_s - self._first_s
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._delivery.close(60.0)
+
+
+def beside_hashing_s(step: Callable[[], None], thread_s: float) -> tuple[int, float]:
+    """Returns steps and wall seconds beside a thread that computes so long without Python's lock."""
+    text = bytes(2**20)
+
+    def work() -> None:
+        while time.thread_time() < thread_s:
+            hashlib.sha256(text)
+
+    thread = threading.Thread(target=work)
+    began_s, count = time.perf_counter(), 0
+    thread.start()
+    while thread.is_alive():
+        step()
+        count += 1
+    return count, time.perf_counter() - began_s
+
+
+def unresolved(num_scalars: int) -> list[DeferredSample]:
+    """Deliveries of a short training run as hooks leave them, their numbers not read out yet."""
+    taken: list[DeferredSample] = []
+    model, x = example()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(Delivery, "put_sample", lambda _, sample: taken.append(sample)),
+    ):
         observer = inject_observer(model, output_dir=folder, sampler=AlwaysSampler(), histograms=())
-        sampled_s = least_s()
+        while scalars_of(taken) < num_scalars:
+            model(x).square().mean().backward()
         observer.close()
-        rows = observer.counters.rows / 20
-    # rows / (sampled_s + (every - 1) * bare_s) is the rate.
-    return max(1, round((rows / RATE - sampled_s) / bare_s) + 1)
+    return taken
+
+
+def scalars_of(deliveries: Sequence[DeferredSample]) -> int:
+    """Counts the scalars of deliveries."""
+    return sum(one.num_scalars for one in deliveries)
 
 
 def main() -> None:

@@ -6,8 +6,9 @@ numbers are put in when the writer thread resolves the delivery. No delivery hol
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, make_dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -128,6 +129,11 @@ class Part:
     histograms: tuple[str, ...] = ()
     focus: frozenset[int] = frozenset()
     observations: list[Observation] = field(default_factory=list)
+
+
+_STAGE_TEXTS = {stage: stage.value for stage in Stage}
+_Filled: Any = make_dataclass("_Filled", [(one.name, one.type) for one in fields(Measurement)], slots=True)
+"""A `Measurement` while its fields are set, which takes three times as long where they are frozen."""
 
 
 def _always() -> bool:
@@ -294,28 +300,31 @@ class Delivery:
         else:
             scalars = batch.read(observation.index)
             metrics, values, reasons = scalars.metrics, scalars.values, scalars.reasons
-        call = observation.call
-        return Measurement(
-            layer=call.layer.name,
-            layer_index=call.layer.index,
-            call_index=call.call_index,
-            signal=observation.signal,
-            stage=observation.stage.value,
-            tensor_path=observation.tensor_path,
-            backward_index=self.backward_index or 0,
-            timestamp_us=observation.timestamp_us,
-            mode=call.mode,
-            grad_enabled=call.grad_enabled,
-            scope=observation.scope,
-            replica_key=observation.replica_key,
-            execution=call.execution,
-            shape=observation.shape,
-            dtype=observation.dtype,
-            device=observation.device,
-            metrics=metrics,
-            values=values,
-            reasons=reasons,
+        call, layer = observation.call, observation.call.layer
+        # In the order of a measurement's fields: by name it takes half as long again.
+        filled = _Filled(
+            layer.name,
+            layer.index,
+            call.call_index,
+            observation.signal,
+            _STAGE_TEXTS[observation.stage],
+            observation.tensor_path,
+            self.backward_index or 0,
+            observation.timestamp_us,
+            call.mode,
+            call.grad_enabled,
+            observation.scope,
+            observation.replica_key,
+            call.execution,
+            observation.shape,
+            observation.dtype,
+            observation.device,
+            metrics,
+            values,
+            reasons,
         )
+        filled.__class__ = Measurement
+        return filled
 
 
 def take_tensor(

@@ -13,6 +13,7 @@ says so in their place. One that is not this package's own gets a copy of the te
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple, cast
 
 import torch
 
@@ -51,8 +52,7 @@ _SCALAR = "a scalar"
 _LOST = Absent(Reason.REDUCER_ERROR.with_detail("its packed result does not hold it"))
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredScalars:
+class MeasuredScalars(NamedTuple):
     """The scalars of one tensor.
 
     Attributes:
@@ -74,11 +74,13 @@ class _Tensor:
         held: Values, or what they will come from, by metric.
         histograms: Those that are there, and the place of each of the others in the look, in one order.
         look: The look at the tensor, where one was taken.
+        derived: What all values come from, where that is one.
     """
 
     held: dict[str, Held]
     histograms: list[MeasuredHistogram | tuple[str, int]] = field(default_factory=list)
     look: Look | None = None
+    derived: Derived | None = None
 
 
 class ScalarBatch:
@@ -180,7 +182,14 @@ class ScalarBatch:
 
     def read(self, index: int) -> MeasuredScalars:
         """Waits for the copy and returns the scalars of one tensor (writer thread, after `seal`)."""
-        held = self._tensors[index].held
+        tensor = self._tensors[index]
+        held = tensor.held
+        if tensor.derived is not None:
+            at_once, metrics = finished(tensor.derived), tensor.derived.reducer.metrics
+            if not isinstance(at_once, Absent) and tuple(at_once) == metrics:
+                numbers = tuple(at_once.values())
+                if Absent not in map(type, numbers):
+                    return MeasuredScalars(metrics, cast("tuple[float, ...]", numbers), ("",) * len(numbers))
         values: list[float | None] = []
         reasons: list[str] = []
         source: Held = 0.0
@@ -303,7 +312,10 @@ class ScalarBatch:
         if failure is not None or taken.look is None:
             self._fail(reducer, failure or RuntimeError("the tensor was not looked at"), taken.held)
             return
-        derived = dict.fromkeys(reducer.metrics, Derived(reducer, taken.look))
+        source = Derived(reducer, taken.look)
+        derived = dict.fromkeys(reducer.metrics, source)
+        if len(self._reducers) == 1:
+            taken.derived = source
         if taken.held.keys().isdisjoint(derived):
             taken.held.update(derived)
         else:

@@ -103,13 +103,18 @@ def named_values(facts: Facts) -> Mapping[str, float | Absent]:
     if num_finite == 0:
         values = dict.fromkeys(_OF_FINITE_ENTRIES, Absent(Reason.NO_FINITE_ENTRIES.value))
     else:
-        values = {
-            "mean": _value(_mean(facts)),
-            "std": _value(facts.moments.std),
-            "min": _value(facts.minimum),
-            "max": _value(facts.maximum),
-            **_quartiles(facts.quartiles, num_finite),
-        }
+        # Written out, since the writer thread holds the interpreter's lock for every tensor here.
+        (below_25, above_25), (below_50, above_50), (below_75, above_75) = facts.quartiles
+        last = num_finite - 1
+        mean, std, low, high = _mean(facts), facts.moments.std, float(facts.minimum), float(facts.maximum)
+        p25 = _between(below_25, above_25, last % 4)
+        p50 = _between(below_50, above_50, last * 2 % 4)
+        p75 = _between(below_75, above_75, last * 3 % 4)
+        values = {"mean": mean, "std": std, "min": low, "max": high, "p25": p25, "p50": p50, "p75": p75}
+        # The sum is finite only where each of them is.
+        if not math.isfinite(mean + std + low + high + p25 + p50 + p75):
+            numbers = (mean, std, low, high, p25, p50, p75)
+            values = dict(zip(_OF_FINITE_ENTRIES, map(_value, numbers), strict=True))
     values["zero_fraction"] = facts.num_zero / facts.num_entries
     values["nonfinite_fraction"] = facts.num_nonfinite / facts.num_entries
     return values
@@ -137,16 +142,10 @@ def moment_values(facts: Facts) -> Mapping[str, float | Absent]:
 
 def _mean(facts: Facts) -> float:
     """Returns the mean, between the extremes: the last bit of its rounding may not say otherwise."""
-    mean = facts.moments.mean
-    return min(max(mean, float(facts.minimum)), float(facts.maximum)) if math.isfinite(mean) else mean
-
-
-def _quartiles(found: tuple[tuple[float, float], ...], num_finite: int) -> dict[str, float | Absent]:
-    """Returns the three quartiles by name."""
-    return {
-        f"p{25 * quarters}": _value(_between(below, above, quartile_position(num_finite, quarters)[2]))
-        for quarters, (below, above) in zip(QUARTERS, found, strict=True)
-    }
+    mean, low, high = facts.moments.mean, float(facts.minimum), float(facts.maximum)
+    if low <= mean <= high or not math.isfinite(mean):
+        return mean
+    return min(max(mean, low), high)
 
 
 def _between(below: float, above: float, rest: int) -> float:

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchinstruments.store.columns import Columns
+from torchinstruments.store.schema import MAX_ROW_GROUP_ROWS
 
 __all__ = ["encode_columns", "open_part_writer"]
 
@@ -65,6 +66,7 @@ def open_part_writer(sink: pa.NativeFile | BinaryIO, table_schema: pa.Schema) ->
         use_dictionary=[name for name in table_schema.names if name not in (*floats, "digest")],
         use_byte_stream_split=floats,
         store_schema=False,
+        write_batch_size=MAX_ROW_GROUP_ROWS,
         write_page_checksum=True,
         write_statistics=[name for name in _SKIPPABLE if name in table_schema.names],
     )

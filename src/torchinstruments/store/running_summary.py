@@ -13,7 +13,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from torchinstruments.store.row_blocks import row_block
-from torchinstruments.store.series import SeriesIndex, TooManySeriesError, texts_of
+from torchinstruments.store.sample_grids import NumberedRows
+from torchinstruments.store.series import SeriesIndex, texts_of
 from torchinstruments.store.summaries import SeriesSummaries, SummaryBuilder
 
 __all__ = ["MAX_SERIES", "MAX_SUMMARY_BYTES", "RunningSummary", "max_series"]
@@ -43,7 +44,7 @@ class RunningSummary:
 
     def __init__(self, window: int, *, bound: int | None = None) -> None:
         self.bound = max_series(window) if bound is None else bound
-        self._index = SeriesIndex(self.bound)
+        self._rows = NumberedRows(index=SeriesIndex(self.bound))
         self._builder = SummaryBuilder(window)
         self._rows_left_out: Counter[str] = Counter()
 
@@ -55,19 +56,19 @@ class RunningSummary:
     def add(self, table: pa.Table) -> None:
         """Takes rows of ``history`` in the order of their part."""
         for batch in table.to_batches():
-            try:
-                numbers = self._index.number(batch)
-            except TooManySeriesError:
-                numbers = np.full(batch.num_rows, -1, np.int64)
-            kept = numbers >= 0
-            if not bool(kept.all()):
-                self._count_left_out(batch, ~kept)
-                numbers, batch = numbers[kept], batch.filter(pa.array(kept))  # noqa: PLW2901
-            self._builder.add(row_block(batch, numbers))
+            for rows, numbers, num_samples in self._rows.stretches(batch):
+                self._add(rows, numbers, num_samples)
+
+    def _add(self, rows: pa.RecordBatch, numbers: npt.NDArray[np.int64], num_samples: int) -> None:
+        kept = numbers >= 0
+        if not bool(kept.all()):
+            self._count_left_out(rows, ~kept)
+            numbers, rows = numbers[kept], rows.filter(pa.array(kept))
+        self._builder.add(row_block(rows, numbers, num_samples=num_samples))
 
     def finish(self) -> SeriesSummaries:
         """Returns the summaries so far, sorted by key."""
-        return self._builder.finish(self._index)
+        return self._builder.finish(self._rows.index)
 
     def _count_left_out(self, batch: pa.RecordBatch, left_out: npt.NDArray[np.bool_]) -> None:
         positions, layers = texts_of(batch.column("layer"))

@@ -109,23 +109,33 @@ class SharedLayouts:
 
 
 class NumberedRows:
-    """Numbers the series of one rank and cuts its rows into blocks (worker).
+    """Numbers the series of one rank and cuts its rows into blocks (worker or writer thread).
 
     Args:
-        shared: What other ranks numbered.
+        shared: What other ranks numbered; None where there are none.
+        index: Numbers the series; None for a new one without a bound.
 
     Attributes:
         index: The series so far.
     """
 
-    def __init__(self, shared: SharedLayouts) -> None:
-        self.index = SeriesIndex()
+    def __init__(self, shared: SharedLayouts | None = None, index: SeriesIndex | None = None) -> None:
+        self.index = SeriesIndex() if index is None else index
         self._shared = shared
-        # Series of the last layouts; None where a sample has several rows of one series.
+        # Series of the last layouts; None where a sample is no row of a grid.
         self._remembered: deque[tuple[_Layout, _Integers | None]] = deque(maxlen=_MAX_REMEMBERED)
 
     def blocks(self, batch: pa.RecordBatch) -> Iterator[RowBlock]:
         """Yields the rows of a batch of ``history``, in their order.
+
+        Raises:
+            TooManySeriesError: As `SeriesIndex.number`.
+        """
+        for part, numbers, num_samples in self.stretches(batch):
+            yield row_block(part, numbers, num_samples=num_samples)
+
+    def stretches(self, batch: pa.RecordBatch) -> Iterator[tuple[pa.RecordBatch, _Integers, int]]:
+        """Yields the rows with what `row_block` takes beside them; only of no grid may a number be below 0.
 
         Raises:
             TooManySeriesError: As `SeriesIndex.number`.
@@ -138,25 +148,26 @@ class NumberedRows:
                 length = rows // num_samples
                 numbers = self._numbers(keys.part(start, start + length), part.slice(0, length))
             if numbers is None:
-                yield row_block(part, self.index.number(part))
+                yield part, self.index.number(part), 0
             else:
-                yield row_block(part, numbers, num_samples=num_samples)
+                yield part, numbers, num_samples
 
     def _numbers(self, layout: _Layout, sample: pa.RecordBatch) -> _Integers | None:
-        """Returns the series of a sample; None where it has several rows of one."""
+        """Returns the series of a sample; None where it has several rows of one, or one beyond the bound."""
         for other, numbers in self._remembered:
             if layout.is_same(other):
                 return numbers
         layout = layout.copied()
         is_first = len(self.index) == 0
-        known = self._shared.find(layout) if is_first else None
+        known = self._shared.find(layout) if is_first and self._shared is not None else None
         if known is not None:
             self.index, found = known
         else:
             found = self.index.number(sample)
-        if is_first and known is None:
-            self._shared.add(layout, self.index, found)
-        distinct = found if int(np.bincount(found).max()) == 1 else None
+            if is_first and self._shared is not None:
+                self._shared.add(layout, self.index, found)
+        is_known = int(found.min()) >= 0
+        distinct = found if is_known and int(np.bincount(found).max()) == 1 else None
         self._remembered.append((layout, distinct))
         return distinct
 

@@ -104,10 +104,19 @@ class SeriesIndex:
             batch: Rows of ``history`` with at least the key columns.
 
         Raises:
-            TooManySeriesError: The keys seen so far do not fit a word.
+            TooManySeriesError: The keys seen so far do not fit a word, and there is no bound that they could
+                be beyond.
         """
         if batch.num_rows == 0:
             return np.empty(0, np.int64)
+        try:
+            return self._number(batch)
+        except TooManySeriesError:
+            if self._max_series is None:
+                raise
+            return np.full(batch.num_rows, -1, np.int64)
+
+    def _number(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
         is_full = self._room() == 0
         columns = {
             name: self._text_numbers(name, batch.column(name), may_grow=not is_full) for name in _TEXT_COLUMNS

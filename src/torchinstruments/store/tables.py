@@ -19,10 +19,10 @@ from torchinstruments.store.columns import (
     Origin,
     SampleRow,
     fingerprints_columns,
-    history_columns,
     samples_columns,
     steps_columns,
 )
+from torchinstruments.store.history_columns import HistoryColumns, history_columns
 from torchinstruments.store.parts import encode_columns
 from torchinstruments.store.waiting import EncodedPart, WaitingParts
 
@@ -73,6 +73,7 @@ class Tables:
             process=identity.process,
             world_size=identity.world_size,
         )
+        self._history_columns = HistoryColumns(self._origin)
         self._history = HistoryBuffer(buffer_rows)
         self._tallies = SampleTallies(buffer_rows)
         self._steps = RecordBuffer[AttemptRecord](buffer_rows)
@@ -119,12 +120,12 @@ class Tables:
         if not deliveries:
             return
         try:
-            columns = history_columns(deliveries, self._origin)
+            columns = self._history_columns.make(deliveries)
         except UNSTORABLE:
             deliveries = [entry for entry in deliveries if self._can_be_stored(entry)]
             if not deliveries:
                 return
-            columns = history_columns(deliveries, self._origin)
+            columns = self._history_columns.make(deliveries)
         # Before them, so that whatever ends the process leaves no measurements of a sample that nobody knows.
         self._write_samples(
             self._tallies.take_of(sample_id for sample_id, _ in deliveries), is_last_durable=False

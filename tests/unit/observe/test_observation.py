@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from torchinstruments.observe.observation import absence_metrics
-from torchinstruments.records import Scope, Signal
+from torchinstruments.records import Execution, Measurement, Scope, Signal
 from torchinstruments.statistics.batching import ScalarBatch
 from torchinstruments.statistics.histograms import HistogramReducer, histogram
 from torchinstruments.statistics.profile import PROFILE_METRICS, ExactProfile
@@ -44,6 +45,37 @@ def test_a_delivery_keeps_no_output_alive(session: MemorySession) -> None:
     gc.collect()
     assert outputs[0]() is None
     assert value(session.outputs()[0]) == 2.0
+
+
+def test_a_measurement_has_each_field_in_its_place_and_stays_as_it_is(session: MemorySession) -> None:
+    """It equals one that is made by name, and is frozen, however its fields were set."""
+    model = nn.Sequential(nn.Identity())
+    observe(model, session)
+    model(torch.ones(4))
+    found = session.outputs()[0]
+    assert found == Measurement(
+        layer="0",
+        layer_index=0,
+        call_index=0,
+        signal=Signal.OUTPUT,
+        stage="",
+        tensor_path="output",
+        backward_index=0,
+        timestamp_us=found.timestamp_us,
+        mode="train",
+        grad_enabled=True,
+        scope=Scope.LOCAL,
+        replica_key="",
+        execution=Execution.EAGER,
+        shape=(4,),
+        dtype="float32",
+        device="cpu",
+        metrics=found.metrics,
+        values=found.values,
+        reasons=("",) * len(found.metrics),
+    )
+    with pytest.raises(FrozenInstanceError):
+        found.mode = "eval"  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
 """Samples, attempts, identities and targets that the tests of the store and of the sinks are made of."""
 
 import errno
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
+
+import pyarrow.parquet as pq
 
 from torchinstruments.records import (
     AttemptRecord,
@@ -26,8 +30,9 @@ from torchinstruments.records import (
     Signal,
     StepProvenance,
 )
-from torchinstruments.store.columns import SampleRow
+from torchinstruments.store.columns import Columns, SampleRow
 from torchinstruments.store.manifest import TableState
+from torchinstruments.store.parts import encode_columns
 from torchinstruments.store.target import TargetState
 
 START_US = 1_700_000_000_000_000
@@ -311,3 +316,8 @@ class MemoryTarget:
             raise self.refusal
         if self.is_full:
             raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def rows_of(columns: Columns) -> list[dict[str, Any]]:
+    """Returns the rows of columns as a reader of their file gets them."""
+    return pq.read_table(io.BytesIO(encode_columns(columns, {}))).to_pylist()

@@ -2,8 +2,9 @@
 
 import math
 
-from torchinstruments.store.columns import Origin, history_columns
+from torchinstruments.store.columns import Origin
 from torchinstruments.store.entries import entry, number, timestamp_text
+from torchinstruments.store.history_columns import history_columns
 from torchinstruments.store.running_summary import RunningSummary
 from unit.store.material import START_US, forward, measurement
 

@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from torchinstruments.store import inspection, schema
-from torchinstruments.store.columns import Columns, Origin, history_columns
+from torchinstruments.store.columns import Columns, Origin
 from torchinstruments.store.documents import UnusableFileError
+from torchinstruments.store.history_columns import history_columns
 from torchinstruments.store.inspection import Expected, inspect_file, inspect_part
 from torchinstruments.store.local import LocalStorage
 from torchinstruments.store.parts import encode_columns, open_part_writer

@@ -17,10 +17,10 @@ from torchinstruments.store.columns import (
     Columns,
     Origin,
     fingerprints_columns,
-    history_columns,
     samples_columns,
     steps_columns,
 )
+from torchinstruments.store.history_columns import history_columns
 from torchinstruments.store.joining import UnreadablePartError, join_parts
 from torchinstruments.store.parts import encode_columns
 from unit.store.material import attempt, backward, fingerprint, forward, measurement, sample_row

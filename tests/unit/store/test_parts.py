@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from torchinstruments.store import schema
-from torchinstruments.store.columns import Columns, Origin, history_columns
+from torchinstruments.store.columns import Columns, Origin
+from torchinstruments.store.history_columns import history_columns
 from torchinstruments.store.parts import encode_columns
 from unit.store.material import forward, measurement
 

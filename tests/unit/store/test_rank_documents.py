@@ -6,7 +6,8 @@ import pyarrow as pa
 import pytest
 
 from torchinstruments.records import Counters
-from torchinstruments.store.columns import Origin, history_columns
+from torchinstruments.store.columns import Origin
+from torchinstruments.store.history_columns import history_columns
 from torchinstruments.store.rank_documents import RankDocuments
 from unit.store.material import claim, forward, identity, measurement, module, run_record
 

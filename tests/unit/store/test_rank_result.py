@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from torchinstruments.records import ModuleRecord, Sample, Signal
-from torchinstruments.store.columns import Origin, history_columns
+from torchinstruments.store.columns import Origin
+from torchinstruments.store.history_columns import history_columns
 from torchinstruments.store.rank_result import encode_catalog, encode_result
 from torchinstruments.store.running_summary import RunningSummary
 from torchinstruments.store.summaries import SeriesSummaries

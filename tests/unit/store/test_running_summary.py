@@ -4,8 +4,9 @@ import pyarrow as pa
 import pytest
 
 from torchinstruments.records import Sample, Signal
-from torchinstruments.store.columns import Origin, history_columns
+from torchinstruments.store.columns import Origin
 from torchinstruments.store.entries import entry
+from torchinstruments.store.history_columns import history_columns
 from torchinstruments.store.running_summary import MAX_SERIES, MAX_SUMMARY_BYTES, RunningSummary, max_series
 from unit.store.material import backward, forward, measurement
 

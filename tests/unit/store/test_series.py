@@ -44,6 +44,11 @@ def test_keys_beyond_a_word_are_refused() -> None:
         SeriesIndex().number(batch_of([SeriesKey("", -1, "", "", "", "")]))
 
 
+def test_keys_beyond_a_word_are_beyond_the_bound() -> None:
+    """An index with a bound refuses nothing: what it cannot tell apart has no number."""
+    assert SeriesIndex(5).number(batch_of([SeriesKey("", -1, "", "", "", "")])).tolist() == [-1]
+
+
 @given(st.integers(1, 12), st.lists(st.lists(_keys, max_size=30), max_size=5))
 def test_beyond_a_bound_only_the_first_series_have_numbers(
     bound: int, batches: list[list[SeriesKey]]
