@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchinstruments.observe.engine import is_in_backward, run_while_traced, tracing
+from torchinstruments.observe.engine import graph_task, run_while_traced, tracing
 from torchinstruments.observe.root import RootWatch
 from torchinstruments.observe.stack import num_calls
 from torchinstruments.ranks.clock import StepClock
@@ -173,7 +173,7 @@ class OwnAttempts:
 
     def root_started(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:  # noqa: ARG002 - the shape of a root observer
         """Takes the begin of a call of the model; it never raises (training thread, hot path)."""
-        if not self._is_attached or is_in_backward() or tracing() or learns_shapes():
+        if not self._is_attached or graph_task() != -1 or tracing() or learns_shapes():
             return
         try:
             thread = threading.get_ident()
@@ -196,7 +196,7 @@ class OwnAttempts:
     def root_ended(self, module: nn.Module, output: object) -> None:  # noqa: ARG002 - the shape of a root observer
         """Takes the end of a call; it never raises (training thread, hot path)."""
         thread = threading.get_ident()
-        if not self._is_attached or is_in_backward() or thread not in self._depths:
+        if not self._is_attached or graph_task() != -1 or thread not in self._depths:
             return
         try:
             self._depths[thread] -= 1

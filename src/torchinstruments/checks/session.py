@@ -397,7 +397,7 @@ class ChecksSession(Registrars):
     def _take_closed(self, closed: Sequence[ClosedAttempt]) -> None:
         self._ledger.put(closed)
         self._say_of_later_observer()
-        if self._kept.is_due():
+        if self._kept.shared is not None and self._kept.is_due():
             self._keep_report()
 
     def _say_of_later_observer(self) -> None:

@@ -9,13 +9,13 @@ comes after each evaluation, before the optimizer goes on.
 """
 
 import functools
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
+from torchinstruments.ranks import forks
 from torchinstruments.ranks.step_hooks import StepHooks
 
 __all__ = ["StepSite", "StepVisitor", "WatchedClosure"]
@@ -56,11 +56,11 @@ class StepSite:
         self._visitor = weakref.ref(visitor)
         self._hooks = StepHooks(self._began, self._ended)
         self._running: weakref.ref[Optimizer] | None = None
-        self._pid = os.getpid()
+        self._pid = forks.pid
 
     def attach(self) -> None:
         """Registers the hooks. Attaching twice is attaching once."""
-        self._pid = os.getpid()
+        self._pid = forks.pid
         self._hooks.attach()
 
     def detach(self) -> None:
@@ -72,7 +72,7 @@ class StepSite:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         visitor = self._visitor()
-        if visitor is None or os.getpid() != self._pid or not visitor.is_own(optimizer):
+        if visitor is None or forks.pid != self._pid or not visitor.is_own(optimizer):
             return None
         self._running = weakref.ref(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -89,7 +89,7 @@ class StepSite:
             return
         self._running = None
         visitor = self._visitor()
-        if visitor is not None and os.getpid() == self._pid:
+        if visitor is not None and forks.pid == self._pid:
             visitor.after_write(optimizer)
 
 

@@ -68,7 +68,10 @@ class SiteVisitor:
         """The one that trains, as far as that is known."""
         self.accepted_steps = 0
         """Steps that were applied, as far as the host knew at once."""
-        self.fire_counts: Counter[int] = Counter()
+        self._fire_counts: Counter[int] = Counter()
+        # Most backwards reach the same parameters in the same order, and are counted together.
+        self._latest_fired: Sequence[int] = ()
+        self._num_latest = 0
         self.seconds: dict[str, float] = defaultdict(float)
         self.num_visits: Counter[str] = Counter()
         self.reading = Reading()
@@ -123,12 +126,27 @@ class SiteVisitor:
     def go_on_from(self, former: "SiteVisitor") -> None:
         """Takes what was counted by the one of an earlier attach (training thread, at attach)."""
         self.accepted_steps = former.accepted_steps
-        self.fire_counts.update(former.fire_counts)
+        self._fire_counts.update(former.fire_counts)
         self.seconds.update(former.seconds)
         self.num_visits.update(former.num_visits)
         self.reading.num_host_reads = former.reading.num_host_reads
         if self._looks is not None:
             self._looks.accepted_steps = self.accepted_steps
+
+    @property
+    def fire_counts(self) -> Counter[int]:
+        """How many gradients came to each parameter, by its position (training thread)."""
+        self._fold_latest()
+        return self._fire_counts
+
+    def _fold_latest(self) -> None:
+        """Counts the backwards that reached the same parameters."""
+        if self._num_latest == 1:
+            self._fire_counts.update(self._latest_fired)
+        elif self._num_latest:
+            for index in self._latest_fired:
+                self._fire_counts[index] += self._num_latest
+        self._num_latest = 0
 
     def emit(self, finding: Finding) -> None:
         """Takes a finding of a check (training or autograd thread)."""
@@ -153,12 +171,18 @@ class SiteVisitor:
         looks = self._looks
         if looks is None:
             return
-        self.fire_counts.update(fired)
+        if fired != self._latest_fired:
+            self._fold_latest()
+            self._latest_fired = fired
+        self._num_latest += 1
         looks.attempts.backward_ended()
         if not self.enabled:
             return
         awaited = self._awaited
-        own = fired if awaited is None else [index for index in fired if index in awaited]
+        # Whether any of them is one is what counts, and which is the first.
+        own = fired
+        if awaited is not None and not (fired and fired[0] in awaited):
+            own = [index for index in fired if index in awaited]
         if own:
             self._alarms.backward_ended(own)
         if not self._after_backward:
@@ -190,8 +214,12 @@ class SiteVisitor:
         """Returns whether a step is the outermost one of the session's optimizers (hot path)."""
         if self._looks is None:
             return False
-        if self._only is not None and not any(reference() is optimizer for reference in self._only):
-            return False
+        if self._only is not None:
+            for reference in self._only:
+                if reference() is optimizer:
+                    break
+            else:
+                return False
         attempts = self._looks.attempts
         known = attempts.optimizers.known(optimizer)
         return known is not None and attempts.clock.running_key in {known.key, None}
@@ -365,8 +393,10 @@ class SiteVisitor:
 
     def _say_without_evidence(self, look: StepLook) -> None:
         """Says once of which gradients no backward told, so that nothing is known of them before clipping."""
+        if not self._after_backward:
+            return
         fires = self.fire_counts
-        if not self._after_backward or len(fires) >= len(self._inventory.entries):
+        if len(fires) >= len(self._inventory.entries):
             return
         missing = [
             index for index in look.gradients if index not in fires and index not in self._without_evidence

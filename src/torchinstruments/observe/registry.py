@@ -49,6 +49,8 @@ def enlist(model: nn.Module, observer: Listed, *, keep: bool) -> None:
 
 def find(model: nn.Module) -> Listed | None:
     """Returns the observer of the model or of any of its wrapped forms, or None."""
+    if not _entries:
+        return None
     core = core_of(model)
     entry = _entries.get(id(core))
     if entry is None or entry[0]() is not core:

@@ -72,7 +72,7 @@ class SeenScalers:
     @property
     def is_any_alive(self) -> bool:
         """Whether one that was seen still lives (training or autograd thread, hot path)."""
-        return bool(self._alive())
+        return bool(self._seen and self._alive())
 
     @property
     def is_any_suspect(self) -> bool:
