@@ -246,6 +246,17 @@ def test_a_measurement_with_too_few_values_is_refused() -> None:
         history_columns([(0, forward(0, one))], ORIGIN)
 
 
+@pytest.mark.parametrize("what", ["values", "reasons"])
+def test_one_with_too_few_is_refused_beside_one_with_too_many(what: str) -> None:
+    """All together they are as many as the metrics, and would stand in the wrong rows."""
+    given = {"values": (1.0,), "reasons": ("empty",)}[what]
+    pair = [replace(measurement(layer), **{what: given * (2 * layer)}) for layer in (1, 2)]
+    pair = [replace(one, metrics=("a", "b", "c")) for one in pair]
+
+    with pytest.raises(ValueError, match="one value and one reason for each"):
+        history_columns([(0, forward(0, *pair))], ORIGIN)
+
+
 def test_row_groups_end_at_a_samples_end() -> None:
     """As many whole samples as fit into 36,000 rows make a row group."""
     names = tuple(f"m{index}" for index in range(1000))
