@@ -249,9 +249,13 @@ def test_a_measurement_with_too_few_values_is_refused() -> None:
 @pytest.mark.parametrize("what", ["values", "reasons"])
 def test_one_with_too_few_is_refused_beside_one_with_too_many(what: str) -> None:
     """All together they are as many as the metrics, and would stand in the wrong rows."""
-    given = {"values": (1.0,), "reasons": ("empty",)}[what]
-    pair = [replace(measurement(layer), **{what: given * (2 * layer)}) for layer in (1, 2)]
-    pair = [replace(one, metrics=("a", "b", "c")) for one in pair]
+    whole = [measurement(layer, metrics=("a", "b", "c")) for layer in (1, 2)]
+    pair = [
+        replace(one, values=(1.0,) * (2 * one.layer_index))
+        if what == "values"
+        else replace(one, reasons=("empty",) * (2 * one.layer_index))
+        for one in whole
+    ]
 
     with pytest.raises(ValueError, match="one value and one reason for each"):
         history_columns([(0, forward(0, *pair))], ORIGIN)
