@@ -107,11 +107,18 @@ def _selected(
     if missed:
         found = select(nearby, missed, *ends).by_rank
         by_rank |= {missed[place]: entry for place, entry in found.items()}
-    zero = int(grid.edges.searchsorted(0.0, "right"))
-    num_zero = 0 if counts[zero] == 0 else None
-    if zero in by_code:
-        num_zero = int(np.count_nonzero(nearby == nearby.dtype.type(0)))
-    return Selection(by_rank, num_zero)
+    return Selection(by_rank, _num_zero(nearby, list(by_code), grid, counts))
+
+
+def _num_zero(nearby: Array, chosen: Sequence[int], grid: Grid, counts: Array) -> int | None:
+    """Returns how many entries equal zero; None where the counts do not tell and they were not collected."""
+    code = int(grid.edges.searchsorted(0.0, "right"))
+    if code == grid.edges.size and counts[code + 1]:
+        # They may be among the entries that rounding put behind the last bin.
+        return None
+    if code in chosen:
+        return int(np.count_nonzero(nearby == nearby.dtype.type(0)))
+    return None if counts[code] else 0
 
 
 def _with_codes(entries: Array, codes: Array, chosen: Sequence[int]) -> Array:

@@ -9,24 +9,12 @@ from torchinstruments.statistics.admission import COMPLEX
 from torchinstruments.statistics.digest_sums import BLOCK_WORDS, WORD_BYTES
 from torchinstruments.statistics.pieces import flat_pieces
 
-__all__ = ["BLOCK_BYTES", "as_integers", "byte_pieces", "padded_rows", "small_groups"]
+__all__ = ["BLOCK_BYTES", "byte_pieces", "padded_rows", "small_groups"]
 
 BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
 # Each is an entry of its own for `_flatten_dense_tensors`, which need not be so for their bytes.
 _ALONE = COMPLEX | {torch.bool}
 _BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the same bits as integers, whose copies nothing rounds or quiets (training thread, hot path).
-
-    It copies nothing, unless a conjugation is still to be applied.
-    """
-    if tensor.is_conj():
-        tensor = tensor.resolve_conj()
-    if tensor.itemsize not in _BITS_OF:
-        tensor = torch.view_as_real(tensor)
-    return tensor.view(_BITS_OF[tensor.itemsize])
 
 
 def byte_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[torch.Tensor]:
@@ -36,7 +24,7 @@ def byte_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[torch.Tensor
         tensor: A plain strided tensor on any device.
         piece_bytes: Whole blocks. What lies in no order is copied, in pieces of this size.
     """
-    bits = as_integers(tensor)
+    bits = _as_integers(tensor)
     num_entries = piece_bytes // bits.itemsize
     if bits.numel() == 0:
         return
@@ -95,6 +83,18 @@ def padded_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     rows = flat.view(torch.uint8).view(len(tensors), -1)
     num_bytes = rows.shape[1]
     return torch.constant_pad_nd(rows, (0, WORD_BYTES + -num_bytes % WORD_BYTES)).view(torch.int64)
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the same bits as integers, whose copies nothing rounds or quiets (training thread, hot path).
+
+    It copies nothing, unless a conjugation is still to be applied.
+    """
+    if tensor.is_conj():
+        tensor = tensor.resolve_conj()
+    if tensor.itemsize not in _BITS_OF:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_BITS_OF[tensor.itemsize])
 
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:

@@ -144,7 +144,7 @@ class CountedEntries:
 
     def at(self, ranks: Sequence[int]) -> list[float]:
         """Returns the finite entries with these ranks."""
-        return self.values[self.up_to.searchsorted(np.asarray(ranks), "right")].tolist()
+        return (self.values[self.up_to.searchsorted(np.asarray(ranks), "right")] + 0.0).tolist()
 
     def up_to_edges(self, edges: Array) -> Array:
         """Returns how many finite entries stand below each edge, at or below the last one."""

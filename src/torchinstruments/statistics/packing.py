@@ -205,6 +205,7 @@ class _Block:
         num_finite = stop - first
         ranks = first[:, None] + _ranks(num_finite)
         found = rows[every_row[:, None], np.minimum(ranks, rows.shape[1] - 1)].astype(np.float64)
+        found += 0.0  # which of the two zeros a sort puts first is chance
         low, high, pivot = found[:, 0], found[:, 1], found[:, 4]
         exponents = exponents_of(np.maximum(np.abs(low), np.abs(high)))
         shifted = rows.astype(np.float64)

@@ -64,7 +64,8 @@ class ScannedEntries:
                 prefixes[position] = (prefix << _DIGIT_BITS) | digit
                 within[position] = rank - (int(running[digit - 1]) if digit else 0)
         keys = np.array(prefixes, dtype=self._key_type)
-        return self._entries(keys).tolist()
+        # Zero, where a key is that of negative zero.
+        return [entry + 0 for entry in self._entries(keys).tolist()]
 
     def up_to_edges(self, edges: Array) -> Array:
         """Returns how many finite entries stand below each edge, at or below the last one."""

@@ -75,10 +75,9 @@ class HistoryColumns:
         measured = [measurement for _, sample in samples for measurement in sample.measurements]
         sample_ids = np.fromiter((sample_id for sample_id, _ in samples), np.int64, len(samples))
         frame = self._frame(measured, [len(sample.measurements) for _, sample in samples], sample_ids)
-        observed = _flatten_values(measured)
-        if len(observed) != frame.num_rows:
+        if [*map(len, map(_VALUES, measured))] != frame.lengths:
             raise _uneven()
-        values = observed[frame.place]
+        values = _flatten_values(measured)[frame.place]
         missing, reasons = _reasons(measured, values, frame)
 
         delivery = frame.delivery
@@ -139,6 +138,7 @@ class _Frame:
 
     Attributes:
         num_rows: Its rows.
+        lengths: Rows of each measurement.
         measurement: Which measurement a row is of.
         first_value: Where the values of each measurement begin among all of them.
         place: Where a row's value and reason stand among those of all measurements, one after the other.
@@ -173,6 +173,7 @@ class _Frame:
         slot = np.arange(len(self.measurement)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         slot = catalog.first_metric[description] + slot
         self.num_rows = len(self.measurement)
+        self.lengths: list[int] = num_metrics.tolist()
         self.place = self.first_value[self.measurement] + catalog.metric_order[slot]
         self.delivery = delivery_of[self.measurement]
         self.delivery_array = pa.array(self.delivery)
@@ -187,8 +188,8 @@ class _Frame:
             "grad_enabled": pa.array(catalog.grad_enabled[description]),
             "metric": dictionary(catalog.metric_codes[slot], catalog.metric_names),
         }
-        empty = {length: ("",) * length for length in set(num_metrics.tolist())}
-        self.no_reasons = [empty[length] for length in num_metrics.tolist()]
+        empty = {length: ("",) * length for length in set(self.lengths)}
+        self.no_reasons = [empty[length] for length in self.lengths]
         self.no_reason_column = dictionary(np.zeros(self.num_rows, np.int32), [""])
         self._shapes: list[tuple[int, ...]] = []
         self._shape_column = dictionary(np.zeros(0, np.int32), [])
@@ -214,7 +215,7 @@ def _reasons(
         return None, frame.no_reason_column
     patterns, pattern_of = interned(given, len(given))
     reasons = Reasons(patterns)
-    if reasons.lengths[pattern_of].sum() != frame.num_rows:
+    if reasons.lengths[pattern_of].tolist() != frame.lengths:
         raise _uneven()
     first = (reasons.first[pattern_of] - frame.first_value)[frame.measurement]
     reason = reasons.codes[first + frame.place]

@@ -113,6 +113,16 @@ def test_zeros_are_counted_on_the_way() -> None:
     assert selected(looked_at(apart, [SIZE // 4])).num_zero == 0
 
 
+@pytest.mark.parametrize("highest", [0.0, 1e-20])
+@pytest.mark.parametrize("rank", [SIZE // 2, SIZE - 20], ids=["median", "near the end"])
+def test_zeros_at_the_end_of_the_bins_are_not_missed(rank: int, highest: float) -> None:
+    """Rounding may put the highest entries behind the last bin, and zeros with them."""
+    entries = -np.abs(drawn("normal", "float32")) - 1
+    entries[::40], entries[77] = 0.0, highest
+    number = int(np.count_nonzero(entries == 0))
+    assert selected(looked_at(entries, [rank])).num_zero in {None, number}
+
+
 def test_bins_that_hold_too_many_are_left_alone() -> None:
     """A few entries tell beforehand, as a rule; where they mislead, the counts are there all the same."""
     entries = drawn("normal", "float32")

@@ -30,7 +30,9 @@ def test_every_form_knows_counts_order_and_moments(form: Callable[[], OrderedEnt
     """Six of the ten entries are finite, two are zeros, and their order does not depend on the form."""
     ordered = form()
     assert (ordered.num_finite, ordered.num_zero) == (6, 2)
-    assert ordered.at([0, 1, 2, 3, 4, 5]) == [-2.0, 0.0, 0.0, 0.5, 3.0, 3.0]
+    entries = ordered.at([0, 1, 2, 3, 4, 5])
+    assert entries == [-2.0, 0.0, 0.0, 0.5, 3.0, 3.0]
+    assert [math.copysign(1.0, entry) for entry in entries] == [-1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     found = ordered.moments(-2.0, 3.0, 0.0)
     assert (found.mean, found.std) == pytest.approx((0.75, (22.25 / 6 - 0.75**2) ** 0.5), rel=1e-15)
     assert (found.total, found.total_of_squares) == (4.5, 22.25)

@@ -246,6 +246,21 @@ def test_a_measurement_with_too_few_values_is_refused() -> None:
         history_columns([(0, forward(0, one))], ORIGIN)
 
 
+@pytest.mark.parametrize("what", ["values", "reasons"])
+def test_one_with_too_few_is_refused_beside_one_with_too_many(what: str) -> None:
+    """All together they are as many as the metrics, and would stand in the wrong rows."""
+    whole = [measurement(layer, metrics=("a", "b", "c")) for layer in (1, 2)]
+    pair = [
+        replace(one, values=(1.0,) * (2 * one.layer_index))
+        if what == "values"
+        else replace(one, reasons=("empty",) * (2 * one.layer_index))
+        for one in whole
+    ]
+
+    with pytest.raises(ValueError, match="one value and one reason for each"):
+        history_columns([(0, forward(0, *pair))], ORIGIN)
+
+
 def test_row_groups_end_at_a_samples_end() -> None:
     """As many whole samples as fit into 36,000 rows make a row group."""
     names = tuple(f"m{index}" for index in range(1000))
