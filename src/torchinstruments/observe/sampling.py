@@ -190,9 +190,10 @@ def is_own(sampler: SamplingPolicy) -> bool:
 
 def without_event(sampler: SamplingPolicy) -> Callable[[Position], bool] | None:
     """Returns what asks a sampler of this package by a forward's position alone; None where it takes more."""
-    if isinstance(sampler, AlwaysSampler | EveryNForwardsSampler | EveryNStepsSampler) and is_own(sampler):
-        return sampler.should_sample
-    return None
+    if not isinstance(sampler, AlwaysSampler | EveryNForwardsSampler | EveryNStepsSampler):
+        return None
+    is_replaced = "should_sample" in vars(sampler)
+    return sampler.should_sample if is_own(sampler) and not is_replaced else None
 
 
 def describe(sampler: SamplingPolicy) -> Mapping[str, object]:

@@ -9,7 +9,7 @@ never loaded, no instance of it exists.
 """
 
 import sys
-from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -41,17 +41,23 @@ _WRAPPERS = (
 )
 
 
+# None is kept alive: a class that is made in a function may hold tensors.
+_CHILDREN: WeakKeyDictionary[type[nn.Module], str | None] = WeakKeyDictionary()
+
+
 def wrapped_child(module: nn.Module) -> str | None:
     """Returns the name of the child that the module merely wraps, or None where it is no wrapper."""
-    child = _child_of_kind(type(module))
+    kind = type(module)
+    child = _CHILDREN.get(kind, "")
+    if child == "":
+        child = _CHILDREN[kind] = _child_of_kind(kind)
     if child is None or not isinstance(module._modules.get(child), nn.Module):  # noqa: SLF001 - children by name
         return None
     return child
 
 
-@lru_cache(maxsize=1024)
 def _child_of_kind(kind: type[nn.Module]) -> str | None:
-    """Returns the name of the child that modules of a class wrap; what a class derives from never changes."""
+    """Returns the name of the child that modules of a class wrap."""
     for home, class_name, child in _WRAPPERS:
         wrapper = getattr(sys.modules.get(home), class_name, None)
         if isinstance(wrapper, type) and issubclass(kind, wrapper):

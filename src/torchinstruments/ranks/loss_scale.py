@@ -254,6 +254,8 @@ class ScalerWatch:
             optimizer: What it was to step.
             begun: What `step_begins` returned.
         """
+        # Where it was skipped, its next step is not the scaler's.
+        self._optimizers.asked_for = None
         if begun is None:
             ledger = self._ledger(scaler)
             ledger.has_others, ledger.is_in_unknown = True, False

@@ -128,7 +128,7 @@ class OptimizerWatch:
         self.on_ended: Callable[[KnownOptimizer], None] | None = None
         """Told of every step of this model's optimizers that ended, after the clock was (hot path)."""
         self.asked_for: KnownOptimizer | None = None
-        """Which one a scaler has just asked for: where no forward came since, its step does not ask again."""
+        """Which one a scaler asks for as it steps it: where no forward came since, the step asks no more."""
         self._clock = clock
         self._membership = Membership(model)
         self._only = None if only is None else _references(only)

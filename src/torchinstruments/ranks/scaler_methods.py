@@ -22,8 +22,8 @@ from importlib import import_module
 from types import FunctionType
 from typing import Any, Protocol
 
+from torch import compiler
 from torch.amp.grad_scaler import GradScaler
-from torch.compiler import is_dynamo_compiling
 
 from torchinstruments.ranks import forks
 from torchinstruments.ranks.tracing import runs_for_a_compiler
@@ -219,7 +219,8 @@ def _subject(
 def _pass_through(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def scaler_method(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling() or runs_for_a_compiler():
+        # Named by its module: Dynamo runs a frame without tensors that names no module of torch as it is.
+        if compiler.is_dynamo_compiling() or runs_for_a_compiler():
             return original(self, *args, **kwargs)
         return _PATCHES.call(name, original, self, args, kwargs)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-from torch.compiler import is_dynamo_compiling
+from torch import compiler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -99,7 +99,8 @@ class _Pair:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Calls who watches (training or autograd thread, hot path)."""
-        if is_dynamo_compiling() or runs_for_a_compiler():
+        # Named by its module: Dynamo runs a frame without tensors that names no module of torch as it is.
+        if compiler.is_dynamo_compiling() or runs_for_a_compiler():
             return None
         result = None
         for hooks in self._watching:
@@ -111,7 +112,7 @@ class _Pair:
 
     def _ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Calls who watches (training or autograd thread, hot path)."""
-        if is_dynamo_compiling() or runs_for_a_compiler():
+        if compiler.is_dynamo_compiling() or runs_for_a_compiler():
             return
         for hooks in self._watching:
             hooks.ended(optimizer, args, kwargs)

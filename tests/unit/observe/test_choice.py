@@ -5,9 +5,7 @@ import warnings
 import torch
 from torch import nn
 
-from torchinstruments.observe.sampling import (
-    SamplingEvent,
-)
+from torchinstruments.observe.sampling import AlwaysSampler, SamplingEvent
 from unit.observe.memory import MemorySession, observe
 
 
@@ -31,6 +29,21 @@ def test_a_sampler_that_raises_chooses_nothing_and_is_reported_once(session: Mem
     assert "sampler failed in the model: ValueError: at 0" in str(caught[0].message)
     assert session.deliveries == []
     assert observer.counters.errors == {"sampler": 3}
+
+
+def test_what_replaces_the_method_of_a_sampler_is_asked_by_an_event(session: MemorySession) -> None:
+    """A sampler of this package is asked by less as long as it is what it was made as."""
+
+    def should_sample(event: SamplingEvent) -> bool:
+        return event.monotonic_s > 0
+
+    sampler = AlwaysSampler()
+    vars(sampler)["should_sample"] = should_sample
+    model = nn.Sequential(nn.Linear(2, 2))
+    observer = observe(model, session, sampler=sampler)
+    model(torch.ones(1, 2))
+    assert observer.counters.errors == {}
+    assert len(session.samples()) == 1
 
 
 def test_paused_forwards_are_counted_and_not_measured(session: MemorySession) -> None:

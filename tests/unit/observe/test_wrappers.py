@@ -1,5 +1,8 @@
 """Wrappers are known by their type."""
 
+import gc
+import weakref
+
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -28,6 +31,16 @@ def test_a_child_called_module_makes_no_wrapper() -> None:
     holder.module = nn.Linear(2, 2)
     assert wrapped_child(holder) is None
     assert wrapped_child(nn.DataParallel(holder)) == "module"
+
+
+def test_a_class_that_was_looked_at_is_not_kept_alive() -> None:
+    """A class that is made in a function may hold whatever that function held, tensors too."""
+    kind = type("Local", (nn.Module,), {})
+    kept = weakref.ref(kind)
+    assert wrapped_child(kind()) is None
+    del kind
+    gc.collect()
+    assert kept() is None
 
 
 def test_the_two_forms_of_compiling_are_told_apart() -> None:

@@ -108,6 +108,17 @@ def test_an_optimizer_that_a_scaler_failed_to_step_is_asked_for_anew():
         ]
 
 
+def test_an_optimizer_that_a_scaler_skipped_is_asked_for_anew():
+    """What it holds may be exchanged before the program steps it, without a forward in between."""
+    with _Training() as training:
+        optimizer, scaler = SGD(training.model.parameters(), lr=0.1), _scaler_of()
+        training.step(scaler, optimizer, overflow=True)
+        optimizer.param_groups[0]["params"] = list(nn.Linear(2, 2).parameters())
+        optimizer.step()
+        training.close()
+        assert [record.outcome for record in training.records] == [Outcome.SKIPPED]
+
+
 def test_a_fused_optimizer_is_called_in_any_case_and_its_findings_decide():
     """It is called on both steps, so that a call proves nothing."""
     with _Training() as training:

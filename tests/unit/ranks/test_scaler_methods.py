@@ -353,3 +353,20 @@ def test_a_partial_method_is_told_with_the_argument_that_is_bound_in_it(kind: ty
             assert scaler.get_scale() == 64.0
     assert listener.told == [*ALL[:-1], ("updated", True)] * 2
     assert vars(kind)["update"] is original
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch looks at it as it compiles
+def test_a_listener_hears_nothing_of_a_step_that_is_compiled() -> None:
+    """Torch would compile what it does, and again at each change of it."""
+    model, scaler = nn.Linear(1, 1), GradScaler("cpu", init_scale=2.0)
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    @torch.compile(backend="eager")
+    def step(entries: torch.Tensor) -> None:
+        scaler.scale(model(entries).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    with _Listener() as listener:
+        step(torch.ones(1, 1))
+    assert (listener.told, listener.errors) == ([], [])
