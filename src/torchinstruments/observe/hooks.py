@@ -24,7 +24,6 @@ from typing import Protocol
 
 import torch
 from torch import compiler, nn
-from torch.compiler import is_dynamo_compiling
 
 from torchinstruments.observe.selection import Layer
 from torchinstruments.observe.stack import is_copy
@@ -188,7 +187,7 @@ class RootPreHook(_HookThatStays):
         self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object] | None = None
     ) -> None:
         """Is called before the model's forward (training thread, hot path)."""
-        if is_dynamo_compiling() or runs_for_a_compiler():
+        if compiler.is_dynamo_compiling() or runs_for_a_compiler():
             if compiler.is_exporting():
                 self._observer.root_exported()
             else:
@@ -238,7 +237,7 @@ class RootPostHook(_HookThatStays):
 
     def __call__(self, module: nn.Module, _args: object, output: object) -> None:
         """Is called after the model's forward (training thread, hot path)."""
-        if is_dynamo_compiling() or runs_for_a_compiler():
+        if compiler.is_dynamo_compiling() or runs_for_a_compiler():
             return
         try:
             own = self._model()
@@ -269,7 +268,7 @@ class LayerPreHook(_HookThatStays):
     ) -> None:
         """Is called before the layer's forward (training thread, hot path)."""
         try:
-            if is_dynamo_compiling() or runs_for_a_compiler():
+            if compiler.is_dynamo_compiling() or runs_for_a_compiler():
                 return
             if threading.get_ident() == self._thread and not is_copy(module, self._layer.watched):
                 self._forward.receive(self._layer, args, kwargs or {})
@@ -296,7 +295,7 @@ class LayerHook(_HookThatStays):
     def __call__(self, module: nn.Module, _args: object, output: object) -> None:
         """Is called after the layer's forward (training thread, hot path)."""
         try:
-            if is_dynamo_compiling() or runs_for_a_compiler():
+            if compiler.is_dynamo_compiling() or runs_for_a_compiler():
                 return
             if threading.get_ident() == self._thread and not is_copy(module, self._layer.watched):
                 self._forward.observe(self._layer, output)
@@ -324,7 +323,7 @@ class GradientHook(_HookThatStays):
     def __call__(self, gradient: torch.Tensor | None) -> None:
         """Is called with the tensor's gradient, None for an undefined one (autograd thread, hot path)."""
         try:
-            if not (is_dynamo_compiling() or runs_for_a_compiler()):
+            if not (compiler.is_dynamo_compiling() or runs_for_a_compiler()):
                 self._sample.arrived(self._number, gradient)
         except RecursionError:
             self._sample.num_too_deep += 1
@@ -352,7 +351,7 @@ class ParameterHook(_HookThatStays):
         if gradients is None:
             return
         try:
-            if not (is_dynamo_compiling() or runs_for_a_compiler()):
+            if not (compiler.is_dynamo_compiling() or runs_for_a_compiler()):
                 gradients.accumulated(self._target)
         except RecursionError:
             gradients.num_too_deep += 1

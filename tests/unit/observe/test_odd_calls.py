@@ -166,6 +166,8 @@ def test_an_exported_model_is_exported_as_it_is(session: MemorySession, strict: 
 
 def test_a_model_that_is_compiled_is_not_taken_for_an_exported_one(session: MemorySession) -> None:
     """What torch.compile traces is one graph, as without an observer, and is no export."""
+    # Code that was made for an equal model would run in its place, and is not traced again.
+    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(2, 2))
     observer = observe(model, session)
     with pytest.warns(RuntimeWarning, match="compiled after the observer was attached"):
