@@ -61,9 +61,5 @@ def test_an_unsampled_step_reads_nothing_on_the_host_and_costs_a_copy_a_number(
     assert bare["aten::linear"] == 2 * NUM_STEPS
     assert bare - observed == Counter()
     more = observed - bare
-    copies = 5 * NUM_STEPS
-    assert {name: more[name] for name in ("aten::select", "aten::fill_", "aten::copy_")} == dict.fromkeys(
-        ("aten::select", "aten::fill_", "aten::copy_"), copies
-    )
-    # The view of a slot is made of another.
-    assert set(more) == {"aten::select", "aten::as_strided", "aten::fill_", "aten::copy_"}
+    # Slots are looked up 64 at a time: of these steps the first one has done it.
+    assert more == Counter(dict.fromkeys(("aten::fill_", "aten::copy_"), 5 * NUM_STEPS))
