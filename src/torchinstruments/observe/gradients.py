@@ -166,7 +166,11 @@ class GradientTracker:
         if self._transfers and not is_capturing_graph():
             # Of another thread's forward too, which then makes more than one copy.
             for _ in range(len(self._transfers)):
-                send_together(self._transfers.popleft(), self._copy_failed)
+                try:
+                    transfer = self._transfers.popleft()
+                except IndexError:  # another thread sends too
+                    break
+                send_together(transfer, self._copy_failed)
 
     def close(self) -> None:
         """Lets no hook do anything any more, for good. Idempotent (any thread)."""

@@ -1,6 +1,7 @@
 """A sampled forward measures each call of each selected layer, as it is at that moment."""
 
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -354,6 +355,26 @@ def test_forwards_of_several_threads_are_samples_of_their_own(session: MemorySes
         assert len(s.measurements) == 2
         assert {value(m) for m in s.measurements} == {forward[s.ordinal]}
     assert num_hooks(model) == 2
+
+
+class _TakenMeanwhile(deque[Any]):
+    """A queue that another thread empties between a look at its length and a take."""
+
+    @override
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+
+def test_what_another_thread_has_sent_meanwhile_is_no_error(session: MemorySession) -> None:
+    """Threads that begin a forward at the same time send what waits together, each a part of it."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    probe = observe(model, session)._probe
+    assert probe is not None
+    probe._tracker._transfers = _TakenMeanwhile()
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+    assert session.errors == []
+    assert [sample.ordinal for sample in session.samples() if sample.backward_index is None] == [0, 1, 2]
 
 
 def test_the_tensors_of_one_forward_are_bounded(
