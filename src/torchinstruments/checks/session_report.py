@@ -138,7 +138,7 @@ class ReportMaker:
                 {
                     "watched_parameters": sum(entry.tensor.requires_grad for entry in parameters),
                     "inventory_parameters": len(parameters),
-                    "parameters_that_fired": 0 if visitor is None else len(visitor.fire_counts),
+                    "parameters_that_fired": 0 if visitor is None else len(visitor.reached),
                 }
             ),
             counters=_frozen_map(

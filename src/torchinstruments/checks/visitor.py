@@ -68,10 +68,9 @@ class SiteVisitor:
         """The one that trains, as far as that is known."""
         self.accepted_steps = 0
         """Steps that were applied, as far as the host knew at once."""
-        self._fire_counts: Counter[int] = Counter()
-        # Most backwards reach the same parameters in the same order, and are counted together.
+        self.reached: set[int] = set()
+        """Positions of the parameters to which a gradient has come."""
         self._latest_fired: Sequence[int] = ()
-        self._num_latest = 0
         self.seconds: dict[str, float] = defaultdict(float)
         self.num_visits: Counter[str] = Counter()
         self.reading = Reading()
@@ -126,27 +125,12 @@ class SiteVisitor:
     def go_on_from(self, former: "SiteVisitor") -> None:
         """Takes what was counted by the one of an earlier attach (training thread, at attach)."""
         self.accepted_steps = former.accepted_steps
-        self._fire_counts.update(former.fire_counts)
+        self.reached.update(former.reached)
         self.seconds.update(former.seconds)
         self.num_visits.update(former.num_visits)
         self.reading.num_host_reads = former.reading.num_host_reads
         if self._looks is not None:
             self._looks.accepted_steps = self.accepted_steps
-
-    @property
-    def fire_counts(self) -> Counter[int]:
-        """How many gradients came to each parameter, by its position (training thread)."""
-        self._fold_latest()
-        return self._fire_counts
-
-    def _fold_latest(self) -> None:
-        """Counts the backwards that reached the same parameters."""
-        if self._num_latest == 1:
-            self._fire_counts.update(self._latest_fired)
-        elif self._num_latest:
-            for index in self._latest_fired:
-                self._fire_counts[index] += self._num_latest
-        self._num_latest = 0
 
     def emit(self, finding: Finding) -> None:
         """Takes a finding of a check (training or autograd thread)."""
@@ -171,10 +155,10 @@ class SiteVisitor:
         looks = self._looks
         if looks is None:
             return
+        # Most backwards reach the same parameters in the same order.
         if fired != self._latest_fired:
-            self._fold_latest()
             self._latest_fired = fired
-        self._num_latest += 1
+            self.reached.update(fired)
         looks.attempts.backward_ended()
         if not self.enabled:
             return
@@ -395,11 +379,12 @@ class SiteVisitor:
         """Says once of which gradients no backward told, so that nothing is known of them before clipping."""
         if not self._after_backward:
             return
-        fires = self.fire_counts
-        if len(fires) >= len(self._inventory.entries):
+        if len(self.reached) >= len(self._inventory.entries):
             return
         missing = [
-            index for index in look.gradients if index not in fires and index not in self._without_evidence
+            index
+            for index in look.gradients
+            if index not in self.reached and index not in self._without_evidence
         ]
         if missing:
             self._without_evidence.update(missing)

@@ -351,7 +351,7 @@ class RootProbe:
         Raises:
             Exception: With ``error_policy="raise"``, the first error of collection since the last time.
         """
-        # Each call of a function costs a step that is not sampled about two microseconds, for whatever the
+        # Each call of a function costs a step that is not sampled one or two microseconds, for whatever the
         # model ran has taken its place in the processor's caches. So what is mostly not needed is not called.
         if not self._is_armed or graph_task() != -1:
             return

@@ -45,7 +45,7 @@ __all__ = ["MAX_STEPS_IN_WINDOW", "TOLD_AFTER_S", "Boundary", "Started", "StepCl
 
 # To look a member of an enumeration up takes as long as to call a function.
 _INFERRED = StepProvenance.INFERRED
-_UNKNOWN_STEP = StepProvenance.NONE
+_NOT_KNOWN = StepProvenance.NONE
 
 MAX_STEPS_IN_WINDOW = 16_384
 """Steps that one window keeps; only a program that bypasses the attached model's hooks comes near it."""
@@ -193,7 +193,7 @@ class StepClock:
         window = self._window
         if window is not None and window.explicit:
             return StepProvenance.EXPLICIT
-        return _INFERRED if self._optimizer_known else _UNKNOWN_STEP
+        return _INFERRED if self._optimizer_known else _NOT_KNOWN
 
     @property
     def is_before_every_step(self) -> bool:

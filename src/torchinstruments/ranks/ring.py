@@ -30,8 +30,8 @@ __all__ = ["NUM_SLOTS", "Ring", "Rings", "Ticket"]
 NUM_SLOTS = 16_384
 """Numbers that a ring holds: thousands of attempts, of which the writer thread sees some in every second."""
 
+# To look a slot up takes torch longer than to fill it.
 _NUM_VIEWS = 64
-# A slot that is looked up by torch takes longer than what is done with it.
 
 _PRE_DISPATCH = DispatchKey.PreDispatch
 _ASYNCHRONOUS = frozenset({"cuda", "xpu"})
@@ -149,9 +149,8 @@ class Ring:
 
     def _views_from(self, first: int) -> tuple[torch.Tensor, ...]:
         """Returns some slots, each as a tensor without dimensions."""
-        with torch.inference_mode(mode=False), torch.no_grad():
-            length = min(_NUM_VIEWS, self._num_slots - first)
-            return self._buffer.narrow(0, first, length).unbind()
+        length = min(_NUM_VIEWS, self._num_slots - first)
+        return self._buffer.narrow(0, first, length).unbind()
 
     def _record(self) -> None:
         """Marks the point of the current stream that a reader has to wait for."""

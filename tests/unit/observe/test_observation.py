@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,8 +75,9 @@ def test_a_measurement_has_each_field_in_its_place_and_stays_as_it_is(session: M
         values=found.values,
         reasons=("",) * len(found.metrics),
     )
+    measurement: Any = found
     with pytest.raises(FrozenInstanceError):
-        found.mode = "eval"  # type: ignore[misc]
+        measurement.mode = "eval"
 
 
 @pytest.mark.parametrize(

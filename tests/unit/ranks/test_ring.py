@@ -70,9 +70,9 @@ def test_every_slot_of_a_ring_holds_its_own_number(num_slots: int) -> None:
 def test_a_ring_can_be_kept_in_and_read_out_in_any_mode(
     mode: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Slots that were looked up in one mode are written in another."""
-    ring = Ring(torch.zeros(()), num_slots=70)
+    """A ring that was made, and slots that were looked up, in one mode are written in another."""
     with mode():
+        ring = Ring(torch.zeros(()), num_slots=70)
         inside = ring.keep(torch.tensor(1.0))
     outside = ring.keep(torch.tensor(2.0))
     with mode():
