@@ -6,6 +6,7 @@ The exit code is that of the first command that failed, else the merge's: 0 when
 """
 # ruff: noqa: INP001  a script, not a package
 
+import argparse
 import os
 import subprocess
 import sys
@@ -30,8 +31,10 @@ def run(command: list[str], environment: dict[str, str]) -> int:
 
 def main() -> int:
     """Runs the demonstration into a new folder and returns its exit code."""
+    parser = argparse.ArgumentParser(description="Trains two ranks and merges what they wrote.")
     new = PROJECT / f"demo-run-{datetime.now():%Y%m%d-%H%M%S}"  # noqa: DTZ005  a folder's name, local time
-    folder = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else new
+    parser.add_argument("folder", nargs="?", type=Path, default=new, help="folder of the run; a new one here")
+    folder = parser.parse_args().folder.resolve()
     programs = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     environment = os.environ | {"PATH": programs, "OUTPUT_DIR": str(folder), "NPROC": "2"}
     code = run([str(PROJECT / "launch" / "local.sh")], environment)

@@ -364,3 +364,10 @@ def test_the_demo_prints_one_table_and_the_result(tmp_path: Path) -> None:
     assert len(re.findall(r"lowest +rank of lowest +highest +rank of highest", done.stdout)) == 1
     (printed,) = (Path(path) for path in re.findall(r"\S+result\.json", done.stdout))
     assert json.loads(printed.read_text())["coverage"]["present_ranks"] == [0, 1]
+
+
+def test_the_demo_trains_nothing_where_it_is_asked_for_help(tmp_path: Path) -> None:
+    """``--help`` names the argument and makes no folder."""
+    done = run(sys.executable, PROJECT / "launch" / "demo.py", "--help", cwd=tmp_path)
+    assert "folder" in done.stdout
+    assert not list(tmp_path.iterdir())
