@@ -3,6 +3,7 @@
 import contextlib
 import io
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import BinaryIO
 
 import pyarrow as pa
@@ -11,21 +12,24 @@ import pyarrow.parquet as pq
 from torchinstruments.errors import StorageError
 from torchinstruments.merge.claims import Claims
 from torchinstruments.merge.failures import of_rank
-from torchinstruments.merge.row_checks import checked, table_schema
+from torchinstruments.merge.known_columns import KnownColumns
+from torchinstruments.merge.row_checks import check_num_rows, check_rows, checked, table_schema
 from torchinstruments.merge.sources import Source, opened
 from torchinstruments.store.documents import UnusableFileError
 from torchinstruments.store.inspection import Expected, check_size, inspect_footer
 from torchinstruments.store.inventory import PartFile
-from torchinstruments.store.schema import TABLE_SCHEMAS
+from torchinstruments.store.schema import HISTORY, TABLE_SCHEMAS
 from torchinstruments.store.storage import Storage
 
 __all__ = [
     "BATCH_ROWS",
     "MAX_FETCHED_BYTES",
     "ChangedPartError",
+    "OpenPart",
     "batches",
     "check_all_columns",
     "checked_batches",
+    "known_batches",
     "open_part",
     "reread",
     "reread_groups",
@@ -50,14 +54,28 @@ class ChangedPartError(Exception):
     """
 
 
+@dataclass(frozen=True, slots=True)
+class OpenPart:
+    """A part whose footer was checked.
+
+    Attributes:
+        file: Its rows.
+        data: All its bytes; None where it is read in ranges.
+    """
+
+    file: pq.ParquetFile
+    data: bytes | None
+
+
 @contextlib.contextmanager
-def open_part(storage: Storage, part: PartFile, run_id: str) -> Generator[pq.ParquetFile]:
+def open_part(storage: Storage, part: PartFile, run_id: str) -> Generator[OpenPart]:
     """Checks a part's footer and opens its rows (offline, any worker).
 
     Raises:
         UnusableFileError: It is to be left out.
     """
     check_size(part.size_bytes)
+    data: bytes | None = None
     with contextlib.ExitStack() as stack:
         if part.size_bytes <= MAX_FETCHED_BYTES:
             data = storage.read(part.path)
@@ -68,15 +86,14 @@ def open_part(storage: Storage, part: PartFile, run_id: str) -> Generator[pq.Par
         # Rank and process of the rows are compared row by row, and reported instead of refused.
         _, footer = inspect_footer(raw, Expected(part.table, run_id))
         raw.seek(0)
-        yield stack.enter_context(
-            pq.ParquetFile(
-                source,
-                metadata=footer,
-                read_dictionary=_TEXTS[part.table],
-                pre_buffer=part.size_bytes > MAX_FETCHED_BYTES,
-                page_checksum_verification=True,
-            )
+        file = pq.ParquetFile(
+            source,
+            metadata=footer,
+            read_dictionary=_TEXTS[part.table],
+            pre_buffer=data is None,
+            page_checksum_verification=True,
         )
+        yield OpenPart(stack.enter_context(file), data)
 
 
 def batches(
@@ -129,6 +146,34 @@ def _decoded(file: pq.ParquetFile, names: list[str], chosen: Sequence[int]) -> I
         rows += added
     if groups:
         yield from file.iter_batches(BATCH_ROWS, groups, names, use_threads=False)
+
+
+def known_batches(part: OpenPart, known: KnownColumns) -> Iterator[pa.RecordBatch]:
+    """Yields the rows of a part of ``history`` as `batches` does, row group by row group (offline, any worker).
+
+    Args:
+        part: The part.
+        known: Which columns to read of it, and those of them that were decoded before.
+
+    Raises:
+        UnusableFileError: A row has what no row of that table can have.
+    """
+    file, metadata = part.file, part.file.metadata
+    if part.data is None:
+        yield from batches(file, known.names)
+        return
+    claims = Claims(metadata, range(metadata.num_row_groups), known.names)
+    seen = 0
+    for group in range(metadata.num_row_groups):
+        for batch in known.read(file, part.data, group, _check_history):
+            claims.check(batch)
+            seen += batch.num_rows
+            yield batch
+    check_num_rows(seen, metadata.num_rows)
+
+
+def _check_history(rows: pa.RecordBatch) -> None:
+    check_rows(rows, HISTORY)
 
 
 def _may_hold(group: pq.RowGroupMetaData, is_wanted: Callable[[int, int], bool]) -> bool:
@@ -229,8 +274,8 @@ def _second_look(sources: Sequence[Source], run_id: str, part: PartFile) -> Gene
     """Opens a part that could be read before; errors name its rank."""
     storage = opened(sources[part.source])
     try:
-        with open_part(storage, part, run_id) as file:
-            yield file
+        with open_part(storage, part, run_id) as opened_part:
+            yield opened_part.file
     except FileNotFoundError as error:
         raise ChangedPartError(f"{storage.url.rstrip('/')}/{part.path} is gone") from error
     except StorageError as error:

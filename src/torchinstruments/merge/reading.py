@@ -26,7 +26,16 @@ from torchinstruments.merge.nonfinite_rows import (
     PhaseEvidence,
     evidence_rows,
 )
-from torchinstruments.merge.parts import batches, check_all_columns, checked_batches, open_part, reread
+from torchinstruments.merge.known_columns import KnownColumns
+from torchinstruments.merge.parts import (
+    OpenPart,
+    batches,
+    check_all_columns,
+    checked_batches,
+    known_batches,
+    open_part,
+    reread,
+)
 from torchinstruments.merge.row_spans import GroupIds, RowSpan, group_ids, row_spans
 from torchinstruments.merge.sources import opened
 from torchinstruments.merge.step_rows import STEP_COLUMNS, StepRows
@@ -61,6 +70,8 @@ _FOREIGN = "foreign_run"
 _IDENTITY_COLUMNS = ("generation", "rank", "process")
 HISTORY_COLUMNS = (*_IDENTITY_COLUMNS, *KEY_COLUMNS, *SUMMARISED_COLUMNS)
 """What is read of ``history``."""
+
+_KNOWN = KnownColumns(HISTORY_COLUMNS)
 
 _POSITION_COLUMNS = (
     "generation",
@@ -98,6 +109,7 @@ def read_rank(task: RankTask) -> RankReading:
 def forget_layouts() -> None:
     """Lets go of what ranks of a merge shared in this process, once it is over (caller's thread)."""
     _SHARED.clear()
+    _KNOWN.clear()
 
 
 @dataclass(slots=True)
@@ -184,11 +196,12 @@ class _RankReader:
 
     def _read_part(self, part: PartFile) -> None:
         storage = opened(self._task.sources[part.source])
-        with open_part(storage, part, self._task.run_id) as file:
+        with open_part(storage, part, self._task.run_id) as opened_part:
+            file = opened_part.file
             if self._task.reads_all_columns:
                 check_all_columns(file)
             if part.table == "history":
-                self._read_history(part, file)
+                self._read_history(part, opened_part)
             elif part.table == "samples":
                 self._read_samples(part, file)
             elif part.table == "steps":
@@ -196,21 +209,22 @@ class _RankReader:
             else:
                 self._fingerprints.add(part, self._read_compared(part, file, FINGERPRINT_COLUMNS))
 
-    def _read_history(self, part: PartFile, file: pq.ParquetFile) -> None:
+    def _read_history(self, part: PartFile, opened_part: OpenPart) -> None:
+        metadata = opened_part.file.metadata
         found: Counter[tuple[str, str, str]] = Counter()
         generations: set[int] = set()
         ids: list[npt.NDArray[np.int64]] = []
         nonfinite: list[dict[Phase, int]] = []
 
         def blocks() -> Iterator[RowBlock]:
-            for batch in batches(file, HISTORY_COLUMNS):
+            for batch in known_batches(opened_part, _KNOWN):
                 self._compare(part, batch, found, generations)
                 nonfinite.append(self._nonfinite.seen(batch))
                 ids.append(_changes(integers(batch, "sample_id")))
                 yield from self._numbered.blocks(batch)
 
         chosen: Iterable[RowBlock]
-        if file.metadata.num_rows <= MAX_HELD_ROWS:
+        if metadata.num_rows <= MAX_HELD_ROWS:
             chosen = list(blocks())
         else:
             for _ in blocks():
@@ -224,9 +238,9 @@ class _RankReader:
         if ids:
             distinct = np.unique(np.concatenate(ids))
             self._tally(part).in_history.append((part, distinct))
-            self._tally(part).row_groups += group_ids(part, file.metadata)
+            self._tally(part).row_groups += group_ids(part, metadata)
             self._nonfinite.add(part, nonfinite, distinct)
-        self._note(part, file.metadata.num_rows, found, generations)
+        self._note(part, metadata.num_rows, found, generations)
 
     def _read_compared(
         self, part: PartFile, file: pq.ParquetFile, columns: Sequence[str]

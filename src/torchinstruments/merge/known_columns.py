@@ -1,0 +1,145 @@
+"""Columns of row groups that are the same bytes as some that were decoded before.
+
+Ranks of one run write the same keys and the same texts beside them, part after part, so that all but the
+values and their times lies in one file as it lies in the other. Equal bytes under equal headers unpack to
+equal columns, checksums of pages included: they are compared, which takes a fraction of decoding them.
+"""
+
+import itertools
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchinstruments.store.schema import HISTORY
+
+__all__ = ["KnownColumns"]
+
+MAX_KNOWN_BYTES = 32 * 2**20
+"""Of decoded columns that are kept: about 2 MB a full row group."""
+
+_ALWAYS_DECODED = frozenset({"value", "timestamp"})
+"""Columns in which no two row groups are alike."""
+
+_MAX_SCHEMAS = 16
+
+_Chunk = tuple[int, int, int, int, int, str, bytes]
+
+
+class KnownColumns:
+    """Reads row groups of ``history``, and decodes of them what was not decoded before (worker).
+
+    Bounded, and safe to use from several threads.
+
+    Args:
+        names: The columns to read.
+
+    Attributes:
+        names: The same.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self._places = [(name, HISTORY.get_field_index(name)) for name in names]
+        self._lock = threading.Lock()
+        self._known: OrderedDict[_Chunk, pa.Array] = OrderedDict()
+        self._known_bytes = 0
+        # A number is never given out twice, for columns of another thread may outlive `clear`.
+        self._schemas: deque[tuple[int, pq.ParquetSchema]] = deque(maxlen=_MAX_SCHEMAS)
+        self._numbers = itertools.count()
+
+    def read(
+        self, file: pq.ParquetFile, data: bytes, group: int, check: Callable[[pa.RecordBatch], None]
+    ) -> list[pa.RecordBatch]:
+        """Returns the rows of a row group, in their order; nearly always one batch.
+
+        Args:
+            file: The part, whose footer was inspected.
+            data: All its bytes.
+            group: Number of the row group.
+            check: Called with columns that were decoded, before they count as known; it raises for bad ones.
+
+        Raises:
+            Exception: Whatever a decoder trips over.
+        """
+        own = file.metadata.row_group(group)
+        schema = self._schema_number(file.metadata.schema)
+        chunks: dict[str, _Chunk] = {}
+        columns: dict[str, pa.Array] = {}
+        for name, place in self._places:
+            if name in _ALWAYS_DECODED:
+                continue
+            chunk = _chunk(schema, place, own.column(place), data)
+            found = None if chunk is None else self._find(chunk)
+            if found is not None:
+                columns[name] = found
+            elif chunk is not None:
+                chunks[name] = chunk
+        lacking = [name for name in self.names if name not in columns]
+        batches = _decoded(file, group, own.num_rows, lacking)
+        if len(batches) != 1:
+            # A dictionary that was given up midway, for one, makes several of them.
+            batches = _decoded(file, group, own.num_rows, self.names)
+            for batch in batches:
+                check(batch)
+            return batches
+        check(batches[0])
+        columns |= {name: batches[0].column(name) for name in lacking}
+        for name, chunk in chunks.items():
+            self._keep(chunk, columns[name])
+        return [pa.RecordBatch.from_arrays([columns[name] for name in self.names], self.names)]
+
+    def clear(self) -> None:
+        """Forgets all."""
+        with self._lock:
+            self._known.clear()
+            self._known_bytes = 0
+
+    def _schema_number(self, schema: pq.ParquetSchema) -> int:
+        with self._lock:
+            for number, one in self._schemas:
+                if one.equals(schema):
+                    return number
+            number = next(self._numbers)
+            self._schemas.append((number, schema))
+            return number
+
+    def _find(self, chunk: _Chunk) -> pa.Array | None:
+        with self._lock:
+            found = self._known.get(chunk)
+            if found is not None:
+                self._known.move_to_end(chunk)
+            return found
+
+    def _keep(self, chunk: _Chunk, column: pa.Array) -> None:
+        with self._lock:
+            if chunk in self._known:
+                return
+            self._known[chunk] = column
+            self._known_bytes += _size_bytes(column, chunk)
+            while self._known_bytes > MAX_KNOWN_BYTES:
+                oldest, left = self._known.popitem(last=False)
+                self._known_bytes -= _size_bytes(left, oldest)
+
+
+def _chunk(schema: int, place: int, column: pq.ColumnChunkMetaData, data: bytes) -> _Chunk | None:
+    """Returns all that tells what a column of a row group unpacks to; None where it lies beyond the file."""
+    first = pages = column.data_page_offset
+    if column.has_dictionary_page and 0 < column.dictionary_page_offset < first:
+        first = column.dictionary_page_offset
+    end = first + column.total_compressed_size
+    if not 0 <= first <= end <= len(data):
+        return None
+    sizes = (column.num_values, column.total_uncompressed_size, pages - first)
+    return (schema, place, *sizes, column.compression, data[first:end])
+
+
+def _decoded(file: pq.ParquetFile, group: int, rows: int, names: Sequence[str]) -> list[pa.RecordBatch]:
+    # One thread: the merge is parallel over ranks, and a worker's memory stays that of one batch.
+    return list(file.iter_batches(max(rows, 1), [group], list(names), use_threads=False))
+
+
+def _size_bytes(column: pa.Array, chunk: _Chunk) -> int:
+    return column.nbytes + len(chunk[-1])
