@@ -16,7 +16,7 @@ from torchinstruments.merge.known_columns import KnownColumns
 from torchinstruments.merge.row_checks import check_num_rows, check_rows, checked, table_schema
 from torchinstruments.merge.sources import Source, opened
 from torchinstruments.store.documents import UnusableFileError
-from torchinstruments.store.inspection import Expected, check_size, inspect_footer
+from torchinstruments.store.inspection import Expected, check_size, inspect_footer, inspect_metadata, read_tail
 from torchinstruments.store.inventory import PartFile
 from torchinstruments.store.schema import HISTORY, TABLE_SCHEMAS
 from torchinstruments.store.storage import Storage
@@ -41,8 +41,9 @@ MAX_FETCHED_BYTES = 64 * 2**20
 BATCH_ROWS = 65_536
 """Rows that a worker decodes at once: as many whole row groups as fit."""
 
+# By place, for until its footer is checked a file may have other names.
 _TEXTS = {
-    table: [field.name for field in schema if pa.types.is_string(field.type)]
+    table: [place for place, field in enumerate(schema) if pa.types.is_string(field.type)]
     for table, schema in TABLE_SCHEMAS.items()
 }
 
@@ -75,25 +76,44 @@ def open_part(storage: Storage, part: PartFile, run_id: str) -> Generator[OpenPa
         UnusableFileError: It is to be left out.
     """
     check_size(part.size_bytes)
-    data: bytes | None = None
-    with contextlib.ExitStack() as stack:
-        if part.size_bytes <= MAX_FETCHED_BYTES:
-            data = storage.read(part.path)
-            raw: BinaryIO = stack.enter_context(io.BytesIO(data))
-            source: pa.NativeFile | BinaryIO = pa.BufferReader(data)
-        else:
-            raw = source = stack.enter_context(storage.open_input(part.path, part.size_bytes))
-        # Rank and process of the rows are compared row by row, and reported instead of refused.
-        _, footer = inspect_footer(raw, Expected(part.table, run_id))
+    # Rank and process of the rows are compared row by row, and reported instead of refused.
+    expected = Expected(part.table, run_id)
+    if part.size_bytes <= MAX_FETCHED_BYTES:
+        data = storage.read(part.path)
+        with _open_fetched(data, expected) as file:
+            yield OpenPart(file, data)
+        return
+    with storage.open_input(part.path, part.size_bytes) as raw:
+        _, footer = inspect_footer(raw, expected)
         raw.seek(0)
-        file = pq.ParquetFile(
-            source,
-            metadata=footer,
-            read_dictionary=_TEXTS[part.table],
-            pre_buffer=data is None,
-            page_checksum_verification=True,
-        )
-        yield OpenPart(stack.enter_context(file), data)
+        with _parquet_file(raw, part.table, footer) as file:
+            yield OpenPart(file, None)
+
+
+def _open_fetched(data: bytes, expected: Expected) -> pq.ParquetFile:
+    read_tail(io.BytesIO(data), len(data))
+    try:
+        file = _parquet_file(pa.BufferReader(data), expected.table, None)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise UnusableFileError("not_parquet", error) from None
+    try:
+        inspect_metadata(file.metadata, len(data), expected)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _parquet_file(
+    source: pa.NativeFile | BinaryIO, table: str, footer: pq.FileMetaData | None
+) -> pq.ParquetFile:
+    return pq.ParquetFile(
+        source,
+        metadata=footer,
+        read_dictionary=_TEXTS[table],
+        pre_buffer=footer is not None,
+        page_checksum_verification=True,
+    )
 
 
 def batches(
