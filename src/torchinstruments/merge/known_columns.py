@@ -8,14 +8,16 @@ equal columns, checksums of pages included: they are compared, which takes a fra
 import itertools
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchinstruments.store.schema import HISTORY
 
-__all__ = ["KnownColumns"]
+__all__ = ["DecodedRows", "KnownColumns"]
 
 MAX_KNOWN_BYTES = 32 * 2**20
 """Of decoded columns that are kept: about 2 MB a full row group."""
@@ -23,9 +25,40 @@ MAX_KNOWN_BYTES = 32 * 2**20
 _ALWAYS_DECODED = frozenset({"value", "timestamp"})
 """Columns in which no two row groups are alike."""
 
+MAX_MADE = 96
+"""Things made of known columns that are kept."""
+
 _MAX_SCHEMAS = 16
 
 _Chunk = tuple[int, int, int, int, int, str, bytes]
+_Made = TypeVar("_Made")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedRows:
+    """Rows of ``history``.
+
+    Attributes:
+        batch: The rows.
+        known: What decoded them; None where nothing of them is known.
+        numbers: Column to a number that stands for all that it holds; not of every column.
+    """
+
+    batch: pa.RecordBatch
+    known: "KnownColumns | None" = None
+    numbers: Mapping[str, int] = field(default_factory=dict)
+
+    def made(self, names: Sequence[str], make: Callable[[pa.RecordBatch], _Made]) -> _Made:
+        """Returns what a function makes of some columns: where they are known, what it made of them before.
+
+        Args:
+            names: All the columns that the function looks at.
+            make: The function; what it returns is not changed by anybody.
+        """
+        numbers = tuple(self.numbers.get(name, -1) for name in names)
+        if self.known is None or -1 in numbers:
+            return make(self.batch)
+        return self.known.made(self.batch, numbers, make)
 
 
 class KnownColumns:
@@ -44,15 +77,16 @@ class KnownColumns:
         self.names = tuple(names)
         self._places = [(name, HISTORY.get_field_index(name)) for name in names]
         self._lock = threading.Lock()
-        self._known: OrderedDict[_Chunk, pa.Array] = OrderedDict()
+        self._known: OrderedDict[_Chunk, tuple[int, pa.Array]] = OrderedDict()
         self._known_bytes = 0
-        # A number is never given out twice, for columns of another thread may outlive `clear`.
+        self._made: OrderedDict[tuple[object, ...], object] = OrderedDict()
+        # A number is never given out twice: what another thread holds may outlive `clear`.
         self._schemas: deque[tuple[int, pq.ParquetSchema]] = deque(maxlen=_MAX_SCHEMAS)
         self._numbers = itertools.count()
 
     def read(
         self, file: pq.ParquetFile, data: bytes, group: int, check: Callable[[pa.RecordBatch], None]
-    ) -> list[pa.RecordBatch]:
+    ) -> list[DecodedRows]:
         """Returns the rows of a row group, in their order; nearly always one batch.
 
         Args:
@@ -68,13 +102,14 @@ class KnownColumns:
         schema = self._schema_number(file.metadata.schema)
         chunks: dict[str, _Chunk] = {}
         columns: dict[str, pa.Array] = {}
+        numbers: dict[str, int] = {}
         for name, place in self._places:
             if name in _ALWAYS_DECODED:
                 continue
             chunk = _chunk(schema, place, own.column(place), data)
             found = None if chunk is None else self._find(chunk)
             if found is not None:
-                columns[name] = found
+                numbers[name], columns[name] = found
             elif chunk is not None:
                 chunks[name] = chunk
         lacking = [name for name in self.names if name not in columns]
@@ -84,18 +119,36 @@ class KnownColumns:
             batches = _decoded(file, group, own.num_rows, self.names)
             for batch in batches:
                 check(batch)
-            return batches
+            return [DecodedRows(batch) for batch in batches]
         check(batches[0])
         columns |= {name: batches[0].column(name) for name in lacking}
-        for name, chunk in chunks.items():
-            self._keep(chunk, columns[name])
-        return [pa.RecordBatch.from_arrays([columns[name] for name in self.names], self.names)]
+        numbers |= {name: self._keep(chunk, columns[name]) for name, chunk in chunks.items()}
+        batch = pa.RecordBatch.from_arrays([columns[name] for name in self.names], self.names)
+        return [DecodedRows(batch, self, numbers)]
+
+    def made(
+        self, batch: pa.RecordBatch, numbers: tuple[int, ...], make: Callable[[pa.RecordBatch], _Made]
+    ) -> _Made:
+        """Returns what a function makes of the columns that these numbers stand for."""
+        key = (make, *numbers)
+        with self._lock:
+            found = self._made.get(key)
+            if found is not None:
+                self._made.move_to_end(key)
+                return found  # type: ignore[return-value] - the key has the function
+        made = make(batch)
+        with self._lock:
+            self._made[key] = made
+            while len(self._made) > MAX_MADE:
+                self._made.popitem(last=False)
+        return made
 
     def clear(self) -> None:
         """Forgets all."""
         with self._lock:
             self._known.clear()
             self._known_bytes = 0
+            self._made.clear()
 
     def _schema_number(self, schema: pq.ParquetSchema) -> int:
         with self._lock:
@@ -106,22 +159,26 @@ class KnownColumns:
             self._schemas.append((number, schema))
             return number
 
-    def _find(self, chunk: _Chunk) -> pa.Array | None:
+    def _find(self, chunk: _Chunk) -> tuple[int, pa.Array] | None:
         with self._lock:
             found = self._known.get(chunk)
             if found is not None:
                 self._known.move_to_end(chunk)
             return found
 
-    def _keep(self, chunk: _Chunk, column: pa.Array) -> None:
+    def _keep(self, chunk: _Chunk, column: pa.Array) -> int:
+        """Keeps a column, and returns its number."""
         with self._lock:
-            if chunk in self._known:
-                return
-            self._known[chunk] = column
+            held = self._known.get(chunk)
+            if held is not None:
+                return held[0]
+            number = next(self._numbers)
+            self._known[chunk] = (number, column)
             self._known_bytes += _size_bytes(column, chunk)
             while self._known_bytes > MAX_KNOWN_BYTES:
-                oldest, left = self._known.popitem(last=False)
+                oldest, (_, left) = self._known.popitem(last=False)
                 self._known_bytes -= _size_bytes(left, oldest)
+            return number
 
 
 def _chunk(schema: int, place: int, column: pq.ColumnChunkMetaData, data: bytes) -> _Chunk | None:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from torchinstruments.errors import StorageError
 from torchinstruments.merge.claims import Claims
 from torchinstruments.merge.failures import of_rank
-from torchinstruments.merge.known_columns import KnownColumns
+from torchinstruments.merge.known_columns import DecodedRows, KnownColumns
 from torchinstruments.merge.row_checks import check_num_rows, check_rows, checked, table_schema
 from torchinstruments.merge.sources import Source, opened
 from torchinstruments.store.documents import UnusableFileError
@@ -168,7 +168,7 @@ def _decoded(file: pq.ParquetFile, names: list[str], chosen: Sequence[int]) -> I
         yield from file.iter_batches(BATCH_ROWS, groups, names, use_threads=False)
 
 
-def known_batches(part: OpenPart, known: KnownColumns) -> Iterator[pa.RecordBatch]:
+def known_batches(part: OpenPart, known: KnownColumns) -> Iterator[DecodedRows]:
     """Yields the rows of a part of ``history`` as `batches` does, row group by row group (offline, any worker).
 
     Args:
@@ -180,15 +180,16 @@ def known_batches(part: OpenPart, known: KnownColumns) -> Iterator[pa.RecordBatc
     """
     file, metadata = part.file, part.file.metadata
     if part.data is None:
-        yield from batches(file, known.names)
+        for batch in batches(file, known.names):
+            yield DecodedRows(batch)
         return
     claims = Claims(metadata, range(metadata.num_row_groups), known.names)
     seen = 0
     for group in range(metadata.num_row_groups):
-        for batch in known.read(file, part.data, group, _check_history):
-            claims.check(batch)
-            seen += batch.num_rows
-            yield batch
+        for rows in known.read(file, part.data, group, _check_history):
+            claims.check(rows.batch)
+            seen += rows.batch.num_rows
+            yield rows
     check_num_rows(seen, metadata.num_rows)
 
 

@@ -26,7 +26,7 @@ from torchinstruments.merge.nonfinite_rows import (
     PhaseEvidence,
     evidence_rows,
 )
-from torchinstruments.merge.known_columns import KnownColumns
+from torchinstruments.merge.known_columns import DecodedRows, KnownColumns
 from torchinstruments.merge.parts import (
     OpenPart,
     batches,
@@ -49,7 +49,7 @@ from torchinstruments.store.row_blocks import (
     integers,
     microseconds,
 )
-from torchinstruments.store.sample_grids import NumberedRows, SharedLayouts
+from torchinstruments.store.sample_grids import KeyColumns, NumberedRows, SharedLayouts
 from torchinstruments.store.schema import KEY_COLUMNS
 from torchinstruments.store.series import TooManySeriesError, codes_of, texts_of
 from torchinstruments.store.summaries import SummaryBuilder
@@ -217,11 +217,11 @@ class _RankReader:
         nonfinite: list[dict[Phase, int]] = []
 
         def blocks() -> Iterator[RowBlock]:
-            for batch in known_batches(opened_part, _KNOWN):
-                self._compare(part, batch, found, generations)
-                nonfinite.append(self._nonfinite.seen(batch))
-                ids.append(_changes(integers(batch, "sample_id")))
-                yield from self._numbered.blocks(batch)
+            for rows in known_batches(opened_part, _KNOWN):
+                self._compare(part, rows, found, generations)
+                nonfinite.append(self._nonfinite.seen(rows))
+                ids.append(_changes(integers(rows.batch, "sample_id")))
+                yield from self._numbered.blocks(rows.batch, rows.made(KEY_COLUMNS, KeyColumns))
 
         chosen: Iterable[RowBlock]
         if metadata.num_rows <= MAX_HELD_ROWS:
@@ -249,7 +249,7 @@ class _RankReader:
         found: Counter[tuple[str, str, str]] = Counter()
         generations: set[int] = set()
         for batch in checked_batches(file, columns, MAX_HELD_ROWS):
-            self._compare(part, batch, found, generations)
+            self._compare(part, DecodedRows(batch), found, generations)
             yield batch
         self._note(part, file.metadata.num_rows, found, generations)
 
@@ -307,7 +307,7 @@ class _RankReader:
         generations: set[int] = set()
         blocks: list[_Samples] = []
         for batch in batches(file, SAMPLE_COLUMNS):
-            self._compare(part, batch, found, generations)
+            self._compare(part, DecodedRows(batch), found, generations)
             blocks.append(_samples(batch))
         self._tally(part).samples += blocks
         self._note(part, file.metadata.num_rows, found, generations)
@@ -315,24 +315,22 @@ class _RankReader:
     def _compare(
         self,
         part: PartFile,
-        batch: pa.RecordBatch,
+        rows: DecodedRows,
         found: Counter[tuple[str, str, str]],
         generations: set[int],
     ) -> None:
         """Counts the rows of a batch that say something else than where they lie."""
-        if batch.num_rows == 0:
+        if rows.batch.num_rows == 0:
             return
+        said = rows.made(_IDENTITY_COLUMNS, _said)
         expected = self._task.generations.get(part.process)
-        in_rows = _counted(batch.column("generation").to_numpy(zero_copy_only=False))
-        generations.update(in_rows)
+        generations.update(said.generations)
         if expected is not None:
-            _count_others(found, "generation", in_rows, expected)
-        in_rows = _counted(batch.column("rank").to_numpy(zero_copy_only=False))
-        _count_others(found, "rank", in_rows, part.rank)
-        positions, texts = codes_of(batch.column("process"))
-        for place, rows in _counted(positions).items():
-            if texts[place] != part.process:
-                found["process", texts[place][:80], part.process] += rows
+            _count_others(found, "generation", said.generations, expected)
+        _count_others(found, "rank", said.ranks, part.rank)
+        for text, num_rows in said.processes:
+            if text != part.process:
+                found["process", text[:80], part.process] += num_rows
         if len(found) > MAX_DISAGREEMENTS or len(generations) > MAX_DISAGREEMENTS:
             raise UnusableFileError("misplaced", f"its rows are of more than {MAX_DISAGREEMENTS} processes")
 
@@ -347,6 +345,24 @@ class _RankReader:
 
     def _tally(self, part: PartFile) -> _ProcessTally:
         return self._tallies.setdefault(part.process, _ProcessTally())
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What rows say of where they belong: each value, with the number of its rows."""
+
+    generations: dict[int, int]
+    ranks: dict[int, int]
+    processes: list[tuple[str, int]]
+
+
+def _said(batch: pa.RecordBatch) -> _Said:
+    positions, texts = codes_of(batch.column("process"))
+    return _Said(
+        generations=_counted(batch.column("generation").to_numpy(zero_copy_only=False)),
+        ranks=_counted(batch.column("rank").to_numpy(zero_copy_only=False)),
+        processes=[(texts[place], rows) for place, rows in _counted(positions).items()],
+    )
 
 
 def _changes(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

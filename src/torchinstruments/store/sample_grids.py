@@ -19,7 +19,7 @@ from torchinstruments.store.row_blocks import RowBlock, integers, row_block
 from torchinstruments.store.schema import KEY_COLUMNS
 from torchinstruments.store.series import SeriesIndex
 
-__all__ = ["NumberedRows", "SharedLayouts"]
+__all__ = ["KeyColumns", "NumberedRows", "SharedLayouts"]
 
 _MAX_STRETCHES = 8
 _MAX_REMEMBERED = 4
@@ -37,6 +37,8 @@ class _Layout:
 
     def is_same(self, other: "_Layout") -> bool:
         """Whether both have the same keys in the same order, by the same dictionaries."""
+        if self is other:
+            return True
         if len(self.columns[0]) != len(other.columns[0]):
             return False
         for mine, its in zip(self.dictionaries, other.dictionaries, strict=True):
@@ -62,6 +64,40 @@ class _Layout:
                 if not np.array_equal(later, earlier):
                     changed |= (later != earlier).reshape(-1, length).any(axis=1)
         return np.flatnonzero(changed) + 1
+
+
+class KeyColumns:
+    """The key columns of some rows, and what was found out about them (worker or writer thread).
+
+    Whoever meets the same columns in several batches keeps one of these for all of them.
+
+    Args:
+        batch: Rows of ``history`` with at least the key columns.
+    """
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        self._all = _layout(batch)
+        self._changes: dict[tuple[int, int, int], list[int]] = {}
+        self._samples: dict[tuple[int, int], _Layout] = {}
+
+    def changes(self, start: int, stop: int, length: int) -> list[int]:
+        """Returns which pieces of so many rows of a stretch have other keys than the piece before them."""
+        place = (start, stop, length)
+        found = self._changes.get(place)
+        if found is None:
+            if len(self._changes) >= _MAX_STRETCHES:
+                self._changes.clear()
+            found = self._changes[place] = self._all.changes(start, stop, length).tolist()
+        return found
+
+    def sample(self, start: int, stop: int) -> _Layout:
+        """Returns the keys of some rows; the same object for the same rows, as long as they are few."""
+        found = self._samples.get((start, stop))
+        if found is None:
+            if len(self._samples) >= _MAX_STRETCHES:
+                self._samples.clear()
+            found = self._samples[start, stop] = self._all.part(start, stop).copied()
+        return found
 
 
 class SharedLayouts:
@@ -125,28 +161,34 @@ class NumberedRows:
         # Series of the last layouts; None where a sample is no row of a grid.
         self._remembered: deque[tuple[_Layout, _Integers | None]] = deque(maxlen=_MAX_REMEMBERED)
 
-    def blocks(self, batch: pa.RecordBatch) -> Iterator[RowBlock]:
+    def blocks(self, batch: pa.RecordBatch, keys: KeyColumns | None = None) -> Iterator[RowBlock]:
         """Yields the rows of a batch of ``history``, in their order.
+
+        Args:
+            batch: The rows.
+            keys: Their key columns where these were met before; None where they are new.
 
         Raises:
             TooManySeriesError: As `SeriesIndex.number`.
         """
-        for part, numbers, num_samples in self.stretches(batch):
+        for part, numbers, num_samples in self.stretches(batch, keys):
             yield row_block(part, numbers, num_samples=num_samples)
 
-    def stretches(self, batch: pa.RecordBatch) -> Iterator[tuple[pa.RecordBatch, _Integers, int]]:
+    def stretches(
+        self, batch: pa.RecordBatch, keys: KeyColumns | None = None
+    ) -> Iterator[tuple[pa.RecordBatch, _Integers, int]]:
         """Yields the rows with what `row_block` takes beside them; only of no grid may a number be below 0.
 
         Raises:
             TooManySeriesError: As `SeriesIndex.number`.
         """
-        keys = _key_columns(batch)
+        keys = KeyColumns(batch) if keys is None else keys
         for start, rows, num_samples in _stretches(integers(batch, "sample_id"), keys):
             part = batch if rows == batch.num_rows else batch.slice(start, rows)
             numbers = None
             if num_samples:
                 length = rows // num_samples
-                numbers = self._numbers(keys.part(start, start + length), part.slice(0, length))
+                numbers = self._numbers(keys.sample(start, start + length), part.slice(0, length))
             if numbers is None:
                 yield part, self.index.number(part), 0
             else:
@@ -157,7 +199,6 @@ class NumberedRows:
         for other, numbers in self._remembered:
             if layout.is_same(other):
                 return numbers
-        layout = layout.copied()
         is_first = len(self.index) == 0
         known = self._shared.find(layout) if is_first and self._shared is not None else None
         if known is not None:
@@ -172,8 +213,8 @@ class NumberedRows:
         return distinct
 
 
-def _key_columns(batch: pa.RecordBatch) -> _Layout:
-    """Returns the key columns of a batch; nothing is copied."""
+def _layout(batch: pa.RecordBatch) -> _Layout:
+    """Returns the keys of a batch; nothing is copied."""
     columns: list[npt.NDArray[np.generic]] = []
     dictionaries: list[pa.Array | None] = []
     for name in KEY_COLUMNS:
@@ -186,7 +227,7 @@ def _key_columns(batch: pa.RecordBatch) -> _Layout:
     return _Layout(tuple(columns), tuple(dictionaries))
 
 
-def _stretches(ids: _Integers, keys: _Layout) -> Iterator[tuple[int, int, int]]:
+def _stretches(ids: _Integers, keys: KeyColumns) -> Iterator[tuple[int, int, int]]:
     """Yields first row, rows, and samples of equal layout; no sample where the rows are no matrix."""
     if len(ids) == 0:
         return
@@ -206,6 +247,6 @@ def _stretches(ids: _Integers, keys: _Layout) -> Iterator[tuple[int, int, int]]:
             yield start, stop - start, 0
             continue
         # Late gradients of some samples may be as many rows as the outputs of the next ones.
-        pieces = [0, *changes.tolist(), samples]
+        pieces = [0, *changes, samples]
         for first, last in pairwise(pieces):
             yield start + first * length, (last - first) * length, last - first
