@@ -257,28 +257,47 @@ def reread(
         ChangedPartError: It cannot be read any more, or not in these columns.
         StorageError: A store did not answer.
     """
-    with _second_look(sources, run_id, part) as file:
-        for batch in batches(file, columns, is_wanted):
+    with _second_look(sources, run_id, part) as opened_part:
+        for batch in batches(opened_part.file, columns, is_wanted):
             _check_texts(batch)
             yield batch
 
 
 def reread_groups(
-    sources: Sequence[Source], run_id: str, part: PartFile, columns: Sequence[str], groups: Sequence[int]
-) -> Generator[pa.RecordBatch]:
+    sources: Sequence[Source], run_id: str, part: PartFile, known: KnownColumns, groups: Sequence[int]
+) -> Generator[DecodedRows]:
     """Yields row groups of a part that could be read to its end before, one batch each (offline, any worker).
+
+    Args:
+        sources: The folders of the run, by `PartFile.source`.
+        run_id: Its run.
+        part: The part, of ``history``.
+        known: Which columns to read of it, and those of them that were decoded before.
+        groups: The row groups.
 
     Raises:
         StorageError: A store did not answer.
         ChangedPartError: It cannot be read any more, or not in these columns.
     """
-    with _second_look(sources, run_id, part) as file:
+    with _second_look(sources, run_id, part) as opened_part:
         for group in groups:
-            # One thread: the merge is parallel over what is compared.
-            table = file.read_row_group(group, columns=list(columns), use_threads=False)
-            (batch,) = table.unify_dictionaries().combine_chunks().to_batches()
-            _check_texts(batch)
-            yield batch
+            if opened_part.data is None:
+                # One thread: the merge is parallel over what is compared.
+                table = opened_part.file.read_row_group(group, columns=list(known.names), use_threads=False)
+                batch = _in_one_batch(table)
+                _check_texts(batch)
+                yield DecodedRows(batch)
+                continue
+            found = known.read(opened_part.file, opened_part.data, group, _check_texts)
+            if len(found) == 1:
+                yield found[0]
+            else:
+                yield DecodedRows(_in_one_batch(pa.Table.from_batches([one.batch for one in found])))
+
+
+def _in_one_batch(table: pa.Table) -> pa.RecordBatch:
+    (batch,) = table.unify_dictionaries().combine_chunks().to_batches()
+    return batch
 
 
 def _check_texts(batch: pa.RecordBatch) -> None:
@@ -291,12 +310,12 @@ def _check_texts(batch: pa.RecordBatch) -> None:
 
 
 @contextlib.contextmanager
-def _second_look(sources: Sequence[Source], run_id: str, part: PartFile) -> Generator[pq.ParquetFile]:
+def _second_look(sources: Sequence[Source], run_id: str, part: PartFile) -> Generator[OpenPart]:
     """Opens a part that could be read before; errors name its rank."""
     storage = opened(sources[part.source])
     try:
         with open_part(storage, part, run_id) as opened_part:
-            yield opened_part.file
+            yield opened_part
     except FileNotFoundError as error:
         raise ChangedPartError(f"{storage.url.rstrip('/')}/{part.path} is gone") from error
     except StorageError as error:
