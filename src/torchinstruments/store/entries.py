@@ -15,7 +15,7 @@ from torchinstruments.store.summaries import (
 )
 from torchinstruments.store.windows import Windows
 
-__all__ = ["entry", "number", "timestamp_text", "window_reason"]
+__all__ = ["entry", "number", "timestamp_text", "window_reason", "window_reasons"]
 
 
 def number(value: float) -> float | None:
@@ -68,3 +68,11 @@ def window_reason(observations: int, valid: int) -> str:
     if valid:
         return ""
     return NO_VALID_OBSERVATIONS if observations else NO_OBSERVATIONS
+
+
+def window_reasons(windows: Windows) -> tuple[str, ...]:
+    """Returns `window_reason` of each series."""
+    if bool((windows.valid_observations > 0).all()):
+        return ("",) * len(windows.valid_observations)
+    counts = zip(windows.observations.tolist(), windows.valid_observations.tolist(), strict=True)
+    return tuple(window_reason(*pair) for pair in counts)
