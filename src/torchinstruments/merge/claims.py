@@ -18,7 +18,7 @@ __all__ = ["CLAIMED_COLUMNS", "Claims"]
 CLAIMED_COLUMNS = ("sample_id", "attempt")
 """Columns by which readers of the merge find row groups."""
 
-_LEAST, _MOST = int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max)
+_LEAST, _MOST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 
 class Claims:

@@ -88,7 +88,7 @@ class RowGroups:
         self._run_id, self._sources = run_id, sources
         self._cells = RunKinds(_CELL_COLUMNS, cells.numbers)
         self._provenances = RunKinds(PROVENANCE, lambda rows: (provenances.numbers(rows),))
-        self._columns = KnownColumns(COMPARED_COLUMNS)
+        self._columns = KnownColumns("history", COMPARED_COLUMNS)
         self._held: dict[tuple[PartFile, int], GroupRows] = {}
         self._held_bytes = 0
 

@@ -15,14 +15,14 @@ from typing import TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchinstruments.store.schema import HISTORY
+from torchinstruments.store.schema import TABLE_SCHEMAS
 
 __all__ = ["DecodedRows", "KnownColumns"]
 
 MAX_KNOWN_BYTES = 32 * 2**20
 """Of decoded columns that are kept: about 2 MB a full row group."""
 
-_ALWAYS_DECODED = frozenset({"value", "timestamp"})
+_ALWAYS_DECODED = frozenset({"value", "timestamp", "started_at"})
 """Columns in which no two row groups are alike."""
 
 MAX_MADE = 96
@@ -36,7 +36,7 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, slots=True)
 class DecodedRows:
-    """Rows of ``history``.
+    """Rows of a part.
 
     Attributes:
         batch: The rows.
@@ -62,20 +62,24 @@ class DecodedRows:
 
 
 class KnownColumns:
-    """Reads row groups of ``history``, and decodes of them what was not decoded before (worker).
+    """Reads row groups of a table, and decodes of them what was not decoded before (worker).
 
     Bounded, and safe to use from several threads.
 
     Args:
+        table: One of `TABLE_SCHEMAS`.
         names: The columns to read.
 
     Attributes:
-        names: The same.
+        declared: Schema of the table.
+        names: The columns.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, table: str, names: Sequence[str]) -> None:
+        self.declared = TABLE_SCHEMAS[table]
         self.names = tuple(names)
-        self._places = [(name, HISTORY.get_field_index(name)) for name in names]
+        known = [name for name in names if name not in _ALWAYS_DECODED]
+        self._places = [(name, self.declared.get_field_index(name)) for name in known]
         self._lock = threading.Lock()
         self._known: OrderedDict[_Chunk, tuple[int, pa.Array]] = OrderedDict()
         self._known_bytes = 0
@@ -98,20 +102,13 @@ class KnownColumns:
         Raises:
             Exception: Whatever a decoder trips over.
         """
-        own = file.metadata.row_group(group)
-        schema = self._schema_number(file.metadata.schema)
-        chunks: dict[str, _Chunk] = {}
-        columns: dict[str, pa.Array] = {}
+        metadata = file.metadata
+        own, schema = metadata.row_group(group), self._schema_number(metadata.schema)
+        chunks = {name: _chunk(schema, place, own, data) for name, place in self._places}
         numbers: dict[str, int] = {}
-        for name, place in self._places:
-            if name in _ALWAYS_DECODED:
-                continue
-            chunk = _chunk(schema, place, own.column(place), data)
-            found = None if chunk is None else self._find(chunk)
-            if found is not None:
-                numbers[name], columns[name] = found
-            elif chunk is not None:
-                chunks[name] = chunk
+        columns: dict[str, pa.Array] = {}
+        for name, found in self._find(chunks):
+            numbers[name], columns[name] = found
         lacking = [name for name in self.names if name not in columns]
         batches = _decoded(file, group, own.num_rows, lacking)
         if len(batches) != 1:
@@ -122,7 +119,9 @@ class KnownColumns:
             return [DecodedRows(batch) for batch in batches]
         check(batches[0])
         columns |= {name: batches[0].column(name) for name in lacking}
-        numbers |= {name: self._keep(chunk, columns[name]) for name, chunk in chunks.items()}
+        for name in lacking:
+            if (chunk := chunks.get(name)) is not None:
+                numbers[name] = self._keep(chunk, columns[name])
         batch = pa.RecordBatch.from_arrays([columns[name] for name in self.names], self.names)
         return [DecodedRows(batch, self, numbers)]
 
@@ -159,12 +158,15 @@ class KnownColumns:
             self._schemas.append((number, schema))
             return number
 
-    def _find(self, chunk: _Chunk) -> tuple[int, pa.Array] | None:
+    def _find(self, chunks: Mapping[str, _Chunk | None]) -> list[tuple[str, tuple[int, pa.Array]]]:
+        found: list[tuple[str, tuple[int, pa.Array]]] = []
         with self._lock:
-            found = self._known.get(chunk)
-            if found is not None:
-                self._known.move_to_end(chunk)
-            return found
+            for name, chunk in chunks.items():
+                held = None if chunk is None else self._known.get(chunk)
+                if chunk is not None and held is not None:
+                    self._known.move_to_end(chunk)
+                    found.append((name, held))
+        return found
 
     def _keep(self, chunk: _Chunk, column: pa.Array) -> int:
         """Keeps a column, and returns its number."""
@@ -181,8 +183,9 @@ class KnownColumns:
             return number
 
 
-def _chunk(schema: int, place: int, column: pq.ColumnChunkMetaData, data: bytes) -> _Chunk | None:
+def _chunk(schema: int, place: int, group: pq.RowGroupMetaData, data: bytes) -> _Chunk | None:
     """Returns all that tells what a column of a row group unpacks to; None where it lies beyond the file."""
+    column = group.column(place)
     first = pages = column.data_page_offset
     if column.has_dictionary_page and 0 < column.dictionary_page_offset < first:
         first = column.dictionary_page_offset

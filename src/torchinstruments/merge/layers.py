@@ -82,7 +82,9 @@ class _Tensor:
         self.place = place
         self.statistics: list[int] = []
 
-    def record(self, texts: Mapping[str, "_Texts"], lowest: float, highest: float) -> dict[str, object]:
+    def record(
+        self, texts: Mapping[str, "_Texts"], lowest: float | None, highest: float | None
+    ) -> dict[str, object]:
         found: dict[str, object] = {}
         differs: dict[str, object] = {}
         for name, of_tensors in texts.items():
@@ -91,7 +93,6 @@ class _Tensor:
             found[shown] = next(iter(by_text)) if len(by_text) == 1 else None
             if len(by_text) > 1:
                 differs[shown] = {text: ranks_text(by_text[text]) for text in sorted(by_text)}
-        lowest, highest = number(lowest), number(highest)
         found["loss_scale"] = None if lowest is None else {"lowest": lowest, "highest": highest}
         if differs:
             found["ranks_differ_in"] = differs
@@ -255,8 +256,8 @@ class LayerFold:
                     "tensor_path": key[4],
                     **tensor.record(
                         self._texts,
-                        float(self._scale_lowest[tensor.place]),
-                        float(self._scale_highest[tensor.place]),
+                        number(float(self._scale_lowest[tensor.place])),
+                        number(float(self._scale_highest[tensor.place])),
                     ),
                     "statistics": [self._statistic(one, keys[one]) for one in self._ordered(tensor, keys)],
                 }

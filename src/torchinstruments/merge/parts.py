@@ -16,9 +16,15 @@ from torchinstruments.merge.known_columns import DecodedRows, KnownColumns
 from torchinstruments.merge.row_checks import check_num_rows, check_rows, checked, table_schema
 from torchinstruments.merge.sources import Source, opened
 from torchinstruments.store.documents import UnusableFileError
-from torchinstruments.store.inspection import Expected, check_size, inspect_footer, inspect_metadata, read_tail
+from torchinstruments.store.inspection import (
+    Expected,
+    check_size,
+    inspect_footer,
+    inspect_metadata,
+    read_tail,
+)
 from torchinstruments.store.inventory import PartFile
-from torchinstruments.store.schema import HISTORY, TABLE_SCHEMAS
+from torchinstruments.store.schema import TABLE_SCHEMAS
 from torchinstruments.store.storage import Storage
 
 __all__ = [
@@ -169,7 +175,7 @@ def _decoded(file: pq.ParquetFile, names: list[str], chosen: Sequence[int]) -> I
 
 
 def known_batches(part: OpenPart, known: KnownColumns) -> Iterator[DecodedRows]:
-    """Yields the rows of a part of ``history`` as `batches` does, row group by row group (offline, any worker).
+    """Yields the rows of a part as `batches` does, row group by row group (offline, any worker).
 
     Args:
         part: The part.
@@ -179,6 +185,10 @@ def known_batches(part: OpenPart, known: KnownColumns) -> Iterator[DecodedRows]:
         UnusableFileError: A row has what no row of that table can have.
     """
     file, metadata = part.file, part.file.metadata
+
+    def check(rows: pa.RecordBatch) -> None:
+        check_rows(rows, known.declared)
+
     if part.data is None:
         for batch in batches(file, known.names):
             yield DecodedRows(batch)
@@ -186,15 +196,11 @@ def known_batches(part: OpenPart, known: KnownColumns) -> Iterator[DecodedRows]:
     claims = Claims(metadata, range(metadata.num_row_groups), known.names)
     seen = 0
     for group in range(metadata.num_row_groups):
-        for rows in known.read(file, part.data, group, _check_history):
+        for rows in known.read(file, part.data, group, check):
             claims.check(rows.batch)
             seen += rows.batch.num_rows
             yield rows
     check_num_rows(seen, metadata.num_rows)
-
-
-def _check_history(rows: pa.RecordBatch) -> None:
-    check_rows(rows, HISTORY)
 
 
 def _may_hold(group: pq.RowGroupMetaData, is_wanted: Callable[[int, int], bool]) -> bool:

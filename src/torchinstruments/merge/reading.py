@@ -18,6 +18,7 @@ from torchinstruments.errors import StorageDeniedError, StorageError
 from torchinstruments.merge.alignment import SampleKeys, sample_keys
 from torchinstruments.merge.failures import of_rank
 from torchinstruments.merge.fingerprint_rows import FINGERPRINT_COLUMNS, FingerprintRows
+from torchinstruments.merge.known_columns import DecodedRows, KnownColumns
 from torchinstruments.merge.nonfinite_rows import (
     EVIDENCE_COLUMNS,
     NonfiniteReading,
@@ -26,10 +27,8 @@ from torchinstruments.merge.nonfinite_rows import (
     PhaseEvidence,
     evidence_rows,
 )
-from torchinstruments.merge.known_columns import DecodedRows, KnownColumns
 from torchinstruments.merge.parts import (
     OpenPart,
-    batches,
     check_all_columns,
     checked_batches,
     known_batches,
@@ -71,8 +70,6 @@ _IDENTITY_COLUMNS = ("generation", "rank", "process")
 HISTORY_COLUMNS = (*_IDENTITY_COLUMNS, *KEY_COLUMNS, *SUMMARISED_COLUMNS)
 """What is read of ``history``."""
 
-_KNOWN = KnownColumns(HISTORY_COLUMNS)
-
 _POSITION_COLUMNS = (
     "generation",
     "sample_id",
@@ -92,6 +89,9 @@ SAMPLE_COLUMNS = (
 )
 """What is read of ``samples``."""
 
+_KNOWN_HISTORY = KnownColumns("history", HISTORY_COLUMNS)
+_KNOWN_SAMPLES = KnownColumns("samples", SAMPLE_COLUMNS)
+
 
 def read_rank(task: RankTask) -> RankReading:
     """Reads a rank (worker: any thread, process or machine).
@@ -109,7 +109,8 @@ def read_rank(task: RankTask) -> RankReading:
 def forget_layouts() -> None:
     """Lets go of what ranks of a merge shared in this process, once it is over (caller's thread)."""
     _SHARED.clear()
-    _KNOWN.clear()
+    _KNOWN_HISTORY.clear()
+    _KNOWN_SAMPLES.clear()
 
 
 @dataclass(slots=True)
@@ -203,7 +204,7 @@ class _RankReader:
             if part.table == "history":
                 self._read_history(part, opened_part)
             elif part.table == "samples":
-                self._read_samples(part, file)
+                self._read_samples(part, opened_part)
             elif part.table == "steps":
                 self._steps.add(part, self._read_compared(part, file, STEP_COLUMNS))
             else:
@@ -217,7 +218,7 @@ class _RankReader:
         nonfinite: list[dict[Phase, int]] = []
 
         def blocks() -> Iterator[RowBlock]:
-            for rows in known_batches(opened_part, _KNOWN):
+            for rows in known_batches(opened_part, _KNOWN_HISTORY):
                 self._compare(part, rows, found, generations)
                 nonfinite.append(self._nonfinite.seen(rows))
                 ids.append(_changes(integers(rows.batch, "sample_id")))
@@ -302,15 +303,15 @@ class _RankReader:
             )
         return blocks
 
-    def _read_samples(self, part: PartFile, file: pq.ParquetFile) -> None:
+    def _read_samples(self, part: PartFile, opened_part: OpenPart) -> None:
         found: Counter[tuple[str, str, str]] = Counter()
         generations: set[int] = set()
         blocks: list[_Samples] = []
-        for batch in batches(file, SAMPLE_COLUMNS):
-            self._compare(part, DecodedRows(batch), found, generations)
-            blocks.append(_samples(batch))
+        for rows in known_batches(opened_part, _KNOWN_SAMPLES):
+            self._compare(part, rows, found, generations)
+            blocks.append(_samples(rows.batch))
         self._tally(part).samples += blocks
-        self._note(part, file.metadata.num_rows, found, generations)
+        self._note(part, opened_part.file.metadata.num_rows, found, generations)
 
     def _compare(
         self,

@@ -182,7 +182,7 @@ def inspect_metadata(metadata: pq.FileMetaData, size_bytes: int, expected: Expec
 
 
 def read_tail(file: BinaryIO, size_bytes: int) -> tuple[bytes, int]:
-    """Returns the last bytes of a file, a bounded footer and what frames it among them, and the footer's size.
+    """Returns the last bytes of a file, its bounded footer among them, and how large that footer is.
 
     Raises:
         UnusableFileError: The part is to be left out; its reason says why.
