@@ -90,8 +90,8 @@ class KnownColumns:
 
     def read(
         self, file: pq.ParquetFile, data: bytes, group: int, check: Callable[[pa.RecordBatch], None]
-    ) -> list[DecodedRows]:
-        """Returns the rows of a row group, in their order; nearly always one batch.
+    ) -> DecodedRows:
+        """Returns the rows of a row group.
 
         Args:
             file: The part, whose footer was inspected.
@@ -110,20 +110,15 @@ class KnownColumns:
         for name, found in self._find(chunks):
             numbers[name], columns[name] = found
         lacking = [name for name in self.names if name not in columns]
-        batches = _decoded(file, group, own.num_rows, lacking)
-        if len(batches) != 1:
-            # A dictionary that was given up midway, for one, makes several of them.
-            batches = _decoded(file, group, own.num_rows, self.names)
-            for batch in batches:
-                check(batch)
-            return [DecodedRows(batch) for batch in batches]
-        check(batches[0])
-        columns |= {name: batches[0].column(name) for name in lacking}
+        # One thread: the merge is parallel over ranks, and a worker's memory stays that of one batch.
+        (decoded,) = file.iter_batches(max(own.num_rows, 1), [group], lacking, use_threads=False)
+        check(decoded)
         for name in lacking:
+            columns[name] = decoded.column(name)
             if (chunk := chunks.get(name)) is not None:
                 numbers[name] = self._keep(chunk, columns[name])
         batch = pa.RecordBatch.from_arrays([columns[name] for name in self.names], self.names)
-        return [DecodedRows(batch, self, numbers)]
+        return DecodedRows(batch, self, numbers)
 
     def made(
         self, batch: pa.RecordBatch, numbers: tuple[int, ...], make: Callable[[pa.RecordBatch], _Made]
@@ -148,6 +143,7 @@ class KnownColumns:
             self._known.clear()
             self._known_bytes = 0
             self._made.clear()
+            self._schemas.clear()
 
     def _schema_number(self, schema: pq.ParquetSchema) -> int:
         with self._lock:
@@ -194,11 +190,6 @@ def _chunk(schema: int, place: int, group: pq.RowGroupMetaData, data: bytes) -> 
         return None
     sizes = (column.num_values, column.total_uncompressed_size, pages - first)
     return (schema, place, *sizes, column.compression, data[first:end])
-
-
-def _decoded(file: pq.ParquetFile, group: int, rows: int, names: Sequence[str]) -> list[pa.RecordBatch]:
-    # One thread: the merge is parallel over ranks, and a worker's memory stays that of one batch.
-    return list(file.iter_batches(max(rows, 1), [group], list(names), use_threads=False))
 
 
 def _size_bytes(column: pa.Array, chunk: _Chunk) -> int:

@@ -196,10 +196,10 @@ def known_batches(part: OpenPart, known: KnownColumns) -> Iterator[DecodedRows]:
     claims = Claims(metadata, range(metadata.num_row_groups), known.names)
     seen = 0
     for group in range(metadata.num_row_groups):
-        for rows in known.read(file, part.data, group, check):
-            claims.check(rows.batch)
-            seen += rows.batch.num_rows
-            yield rows
+        rows = known.read(file, part.data, group, check)
+        claims.check(rows.batch)
+        seen += rows.batch.num_rows
+        yield rows
     check_num_rows(seen, metadata.num_rows)
 
 
@@ -290,20 +290,11 @@ def reread_groups(
             if opened_part.data is None:
                 # One thread: the merge is parallel over what is compared.
                 table = opened_part.file.read_row_group(group, columns=list(known.names), use_threads=False)
-                batch = _in_one_batch(table)
+                (batch,) = table.unify_dictionaries().combine_chunks().to_batches()
                 _check_texts(batch)
                 yield DecodedRows(batch)
                 continue
-            found = known.read(opened_part.file, opened_part.data, group, _check_texts)
-            if len(found) == 1:
-                yield found[0]
-            else:
-                yield DecodedRows(_in_one_batch(pa.Table.from_batches([one.batch for one in found])))
-
-
-def _in_one_batch(table: pa.Table) -> pa.RecordBatch:
-    (batch,) = table.unify_dictionaries().combine_chunks().to_batches()
-    return batch
+            yield known.read(opened_part.file, opened_part.data, group, _check_texts)
 
 
 def _check_texts(batch: pa.RecordBatch) -> None:

@@ -275,9 +275,11 @@ class _RankReader:
             Whether there are any.
         """
         found = False
-        recorded = np.concatenate([np.zeros(0, np.int64), *(one.sample_id for one in tally.samples)])
+        recorded = np.unique(
+            np.concatenate([np.zeros(0, np.int64), *(one.sample_id for one in tally.samples)])
+        )
         for part, ids in tally.in_history:
-            missing = np.setdiff1d(ids, recorded)
+            missing = ids[~_contains(recorded, ids)]
             if len(missing):
                 found = True
                 tally.samples += self._samples_in_history(part, missing)
@@ -371,6 +373,13 @@ def _changes(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     if len(values) == 0:
         return values
     return values[np.append(True, values[1:] != values[:-1])]
+
+
+def _contains(values: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Returns which wanted values are among those that are sorted."""
+    if len(values) == 0:
+        return np.zeros(len(wanted), np.bool_)
+    return values[np.minimum(np.searchsorted(values, wanted), len(values) - 1)] == wanted
 
 
 def _counted(values: npt.NDArray[np.integer]) -> dict[int, int]:

@@ -215,6 +215,9 @@ class NumberedRows:
     def _numbers(self, layout: _Layout, sample: pa.RecordBatch) -> _Integers | None:
         """Returns the series of a sample; None where it has several rows of one, or one beyond the bound."""
         for other, numbers in self._remembered:
+            if layout is other:
+                return numbers
+        for other, numbers in self._remembered:
             if layout.is_same(other):
                 return numbers
         found = self._shared_numbers(layout, sample)
