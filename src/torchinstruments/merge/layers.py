@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from torchinstruments.merge.rank_sets import ranks_text
 from torchinstruments.records import ModuleRecord
-from torchinstruments.store.entries import entry, number
+from torchinstruments.store.entries import entries, number
 from torchinstruments.store.row_blocks import LATEST_COLUMNS
 from torchinstruments.store.series import SeriesKey
 from torchinstruments.store.summaries import SeriesSummaries
@@ -169,7 +169,8 @@ class LayerFold:
         self._modules: dict[str, ModuleRecord] = {}
         self._aliases: dict[str, list[str]] = {}
         self._layer_ranks: dict[str, set[int]] = {}
-        self._entries: dict[int, dict[int, tuple[SeriesSummaries, int]]] = {}
+        self._shown: list[tuple[int, SeriesSummaries, npt.NDArray[np.int64]]] = []
+        self._entries: dict[int, dict[str, dict[str, object]]] = {}
         self._num_ranks: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._series: deque[_Series] = deque(maxlen=_MAX_HELD)
         self._compared: Mapping[SeriesKey, Mapping[str, object]] = {}
@@ -199,8 +200,7 @@ class LayerFold:
         self._latest_highest.add(series, rank, latest.value, latest.sample_id)
         self._add_tensors(rank, summaries, own)
         if self._inline:
-            for place, one in enumerate(series.tolist()):
-                self._entries.setdefault(one, {})[rank] = (summaries, place)
+            self._shown.append((rank, summaries, series))
 
     @property
     def num_series(self) -> int:
@@ -232,6 +232,10 @@ class LayerFold:
             combined: Numbers of whole tensors, see `ComparisonFold.combined`.
         """
         self._compared, self._combined = compared, combined
+        for rank, summaries, series in self._shown:
+            own = entries(summaries, range(len(summaries)))
+            for number_of, one in zip(series.tolist(), own, strict=True):
+                self._entries.setdefault(number_of, {})[str(rank)] = one
         by_layer: dict[str, list[tuple[_TensorKey, _Tensor]]] = {}
         for key in sorted(self._tensors):
             by_layer.setdefault(key[0], []).append((key, self._tensors[key]))
@@ -276,9 +280,7 @@ class LayerFold:
     def _statistic(self, one: int, key: SeriesKey) -> dict[str, object]:
         record: dict[str, object] = {"metric": key.metric}
         if self._inline:
-            record["ranks"] = {
-                str(rank): entry(summaries, place) for rank, (summaries, place) in self._entries[one].items()
-            }
+            record["ranks"] = self._entries[one]
         else:
             record["ranks_in"] = SUMMARY_FILE
         record["across_ranks"] = {
