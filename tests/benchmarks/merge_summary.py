@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 
 from torchinstruments.merge.engine import merge_run
 from torchinstruments.merge.plan import MergePlan, plan_merge
-from torchinstruments.merge.reading import HISTORY_COLUMNS, SAMPLE_COLUMNS, read_rank
+from torchinstruments.merge.reading import HISTORY_COLUMNS, SAMPLE_COLUMNS, forget_layouts, read_rank
 from torchinstruments.records import Counters, GenerationRecord, Member, RunRecord
 from torchinstruments.store import layout, schema
 from torchinstruments.store.manifest import Manifest, TableState, encode_document
@@ -166,6 +166,8 @@ def summarise(plan: MergePlan) -> None:
     """Reads every rank and drops what was read."""
     for task in plan.tasks:
         assert len(read_rank(task).summaries) == SERIES
+    # The next round begins with nothing, as a merge does.
+    forget_layouts()
 
 
 def write_run(folder: Path, ranks: int, samples: int) -> None:

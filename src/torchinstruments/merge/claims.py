@@ -20,8 +20,6 @@ CLAIMED_COLUMNS = ("sample_id", "attempt")
 
 _LEAST, _MOST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
-_Integers = npt.NDArray[np.int64]
-
 
 class Claims:
     """What a footer says of consecutive row groups, held against their rows as they are decoded.
@@ -34,13 +32,14 @@ class Claims:
 
     def __init__(self, metadata: pq.FileMetaData, groups: Sequence[int], names: Sequence[str]) -> None:
         chosen = [metadata.row_group(number) for number in groups]
-        self._ends = np.cumsum([group.num_rows for group in chosen], dtype=np.int64)
+        self._lengths = [group.num_rows for group in chosen]
         self._claimed = {
-            name: _claimed(chosen, metadata.schema.names.index(name))
+            name: [_claimed(group, metadata.schema.names.index(name)) for group in chosen]
             for name in CLAIMED_COLUMNS
             if name in names
         }
-        self._seen = 0
+        # The row group that comes next, or is under way, and how many of its rows were seen.
+        self._group, self._seen = 0, 0
 
     def check(self, batch: pa.RecordBatch) -> None:
         """Takes the next batch.
@@ -48,34 +47,43 @@ class Claims:
         Raises:
             UnusableFileError: A row lies outside of what the footer says of its row group.
         """
-        first, self._seen = self._seen, self._seen + batch.num_rows
-        if batch.num_rows == 0 or not self._claimed:
-            return
-        begun = np.searchsorted(self._ends, np.arange(first, self._seen), side="right")
-        starts = np.flatnonzero(np.append(True, begun[1:] != begun[:-1]))
-        groups = np.minimum(begun[starts], len(self._ends) - 1)
-        for name, (least, most) in self._claimed.items():
+        pieces = self._pieces(batch.num_rows)
+        for name, claimed in self._claimed.items():
             column = batch.column(name)
-            lowest = np.minimum.reduceat(_filled(column, _MOST), starts)
-            highest = np.maximum.reduceat(_filled(column, _LEAST), starts)
-            wrong = np.flatnonzero((lowest < least[groups]) | (highest > most[groups]))
-            if len(wrong):
-                raise UnusableFileError(
-                    "schema_mismatch",
-                    f"{name} of row group {groups[wrong[0]]} is not what the statistics in the footer say",
-                )
+            low, high = _filled(column, _MOST), _filled(column, _LEAST)
+            for group, start, stop in pieces:
+                least, most = claimed[group]
+                if int(low[start:stop].min()) < least or int(high[start:stop].max()) > most:
+                    raise UnusableFileError(
+                        "schema_mismatch",
+                        f"{name} of row group {group} is not what the statistics in the footer say",
+                    )
+
+    def _pieces(self, rows: int) -> list[tuple[int, int, int]]:
+        """Returns the row group, first row and end of each part of a batch; none of them is empty."""
+        found: list[tuple[int, int, int]] = []
+        start = 0
+        while start < rows:
+            last = len(self._lengths) - 1
+            # Rows that no row group claims count for the last one; that they are too many shows elsewhere.
+            left = self._lengths[self._group] - self._seen if self._group < last else rows
+            stop = min(rows, start + left)
+            if stop > start:
+                found.append((self._group, start, stop))
+            self._seen += stop - start
+            start = stop
+            if self._group < last and self._seen == self._lengths[self._group]:
+                self._group, self._seen = self._group + 1, 0
+        return found
 
 
-def _claimed(groups: Sequence[pq.RowGroupMetaData], place: int) -> tuple[_Integers, _Integers]:
-    least = np.full(len(groups), _LEAST)
-    most = np.full(len(groups), _MOST)
-    for number, group in enumerate(groups):
-        statistics = group.column(place).statistics
-        if statistics is not None and statistics.has_min_max:
-            least[number], most[number] = statistics.min, statistics.max
-    return least, most
+def _claimed(group: pq.RowGroupMetaData, place: int) -> tuple[int, int]:
+    statistics = group.column(place).statistics
+    if statistics is None or not statistics.has_min_max:
+        return _LEAST, _MOST
+    return statistics.min, statistics.max
 
 
-def _filled(column: pa.Array, missing: int) -> _Integers:
+def _filled(column: pa.Array, missing: int) -> npt.NDArray[np.int64]:
     filled = column.fill_null(missing) if column.null_count else column
     return filled.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)

@@ -173,6 +173,7 @@ def _folded(
             views += of_rank
             if progress is not None:
                 progress(done, len(plan.tasks))
+    forget_layouts()
     _require_presence(plan, coverage.set_aside)
     found = coverage.result()
     ranks.look_closer(plan, found, executor)

@@ -10,9 +10,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchinstruments.store.entries import window_reason
+from torchinstruments.store.entries import window_reasons
 from torchinstruments.store.row_blocks import LATEST_COLUMNS
-from torchinstruments.store.schema import KEY_COLUMNS
+from torchinstruments.store.schema import KEY_COLUMNS, in_memory
+from torchinstruments.store.series import SeriesKey
 from torchinstruments.store.summaries import SeriesSummaries
 
 __all__ = ["SUMMARY_SCHEMA", "SummaryTable"]
@@ -66,9 +67,11 @@ class SummaryTable:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._keys: tuple[SeriesKey, ...] = ()
+        self._key_columns: list[pa.Array] = []
         self._writer = pq.ParquetWriter(
             path,
-            SUMMARY_SCHEMA,
+            in_memory(SUMMARY_SCHEMA),
             compression="zstd",
             use_dictionary=[field.name for field in SUMMARY_SCHEMA if pa.types.is_string(field.type)],
             store_schema=False,
@@ -86,8 +89,12 @@ class SummaryTable:
 
     def add(self, rank: int, summaries: SeriesSummaries) -> None:
         """Takes the summaries of a rank; ranks come in ascending order."""
-        if len(summaries):
-            self._writer.write_table(_table(rank, summaries), row_group_size=len(summaries))
+        if len(summaries) == 0:
+            return
+        # Nearly all ranks have the same series.
+        if summaries.keys != self._keys:
+            self._keys, self._key_columns = summaries.keys, _key_columns(summaries.keys)
+        self._writer.write_table(_table(rank, summaries, self._key_columns), row_group_size=len(summaries))
 
     def file(self) -> Path:
         """Returns the finished table; nothing can be added afterwards."""
@@ -95,11 +102,16 @@ class SummaryTable:
         return self._path
 
 
-def _table(rank: int, summaries: SeriesSummaries) -> pa.Table:
-    columns: list[pa.Array] = [pa.array(np.full(len(summaries), rank, np.int32))]
-    for position, name in enumerate(KEY_COLUMNS):
-        columns.append(pa.array([key[position] for key in summaries.keys], _key_type(name)))
-    columns += [pa.array(summaries.latest_texts[name], pa.string()) for name in LATEST_COLUMNS]
+def _key_columns(keys: Sequence[SeriesKey]) -> list[pa.Array]:
+    columns: list[pa.Array] = []
+    for name, column in zip(KEY_COLUMNS, zip(*keys, strict=True), strict=True):
+        columns.append(pa.array(column, pa.int32()) if name == "call_index" else _texts(column))
+    return columns
+
+
+def _table(rank: int, summaries: SeriesSummaries, key_columns: Sequence[pa.Array]) -> pa.Table:
+    columns: list[pa.Array] = [pa.array(np.full(len(summaries), rank, np.int32)), *key_columns]
+    columns += [_texts(summaries.latest_texts[name]) for name in LATEST_COLUMNS]
     columns += [pa.array(summaries.observations), pa.array(summaries.unavailable_observations)]
     for points in (summaries.first, summaries.latest, summaries.minimum, summaries.maximum):
         absent = points.sample_id < 0
@@ -107,18 +119,25 @@ def _table(rank: int, summaries: SeriesSummaries) -> pa.Table:
             pa.array(points.sample_id, mask=absent),
             pa.array(points.timestamp_us, mask=absent).cast(_TIMESTAMP),
             _floats(points.value),
-            pa.array(points.reason, pa.string()),
+            _texts(points.reason),
         ]
     for windows in (summaries.previous_window, summaries.recent_window):
-        counts = zip(windows.observations.tolist(), windows.valid_observations.tolist(), strict=True)
         columns += [
             pa.array(windows.observations),
             pa.array(windows.valid_observations),
             _floats(windows.mean),
-            pa.array([window_reason(*pair) for pair in counts], pa.string()),
+            _texts(window_reasons(windows)),
         ]
     columns += [_floats(summaries.loss_scale_lowest), _floats(summaries.loss_scale_highest)]
-    return pa.Table.from_arrays(columns, schema=SUMMARY_SCHEMA)
+    return pa.Table.from_arrays(columns, schema=in_memory(SUMMARY_SCHEMA))
+
+
+def _texts(texts: Sequence[str]) -> pa.Array:
+    """Returns a text column as a dictionary; most columns hold one text."""
+    if texts.count(texts[0]) == len(texts):
+        places = pa.array(np.zeros(len(texts), np.int32))
+        return pa.DictionaryArray.from_arrays(places, pa.array(texts[:1], pa.string()))
+    return pa.array(texts, pa.string()).dictionary_encode()
 
 
 def _floats(values: npt.NDArray[np.float64] | Sequence[float]) -> pa.Array:

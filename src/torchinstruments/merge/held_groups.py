@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from torchinstruments.merge.comparison_cells import PROVENANCE, CellKinds, Provenances
+from torchinstruments.merge.known_columns import DecodedRows, KnownColumns
 from torchinstruments.merge.parts import reread_groups
 from torchinstruments.merge.row_spans import Moment, RowSpan
 from torchinstruments.merge.run_kinds import Kind, RunKinds, Runs
@@ -87,6 +88,7 @@ class RowGroups:
         self._run_id, self._sources = run_id, sources
         self._cells = RunKinds(_CELL_COLUMNS, cells.numbers)
         self._provenances = RunKinds(PROVENANCE, lambda rows: (provenances.numbers(rows),))
+        self._columns = KnownColumns("history", COMPARED_COLUMNS)
         self._held: dict[tuple[PartFile, int], GroupRows] = {}
         self._held_bytes = 0
 
@@ -104,7 +106,7 @@ class RowGroups:
         for part, of_part in groupby(spans, key=lambda span: span.part):
             wanted = list(of_part)
             lacking = [span.group for span in wanted if (part, span.group) not in self._held]
-            batches = reread_groups(self._sources, self._run_id, part, COMPARED_COLUMNS, lacking)
+            batches = reread_groups(self._sources, self._run_id, part, self._columns, lacking)
             with contextlib.closing(batches):
                 for span in wanted:
                     found = self._held.pop((part, span.group), None)
@@ -121,10 +123,11 @@ class RowGroups:
             self._held[place] = group
             self._held_bytes += group.size_bytes
 
-    def _group(self, part: PartFile, batch: pa.RecordBatch) -> GroupRows:
+    def _group(self, part: PartFile, rows: DecodedRows) -> GroupRows:
+        batch = rows.batch
         values = floats(batch, "value")
         is_finite = np.isfinite(values)
-        moments, runs = _runs(batch)
+        moments, runs = rows.made(_PLACE_COLUMNS, _runs)
         scope_of, scopes = codes_of(batch.column("scope"))
         is_other = np.array([one not in {Scope.LOCAL, Scope.LOCAL_SHARD} for one in scopes], np.bool_)
         # Without a known scope a row with a value has no cell, and one without a value has one.
@@ -134,9 +137,17 @@ class RowGroups:
             values=values if bool(is_finite.all()) else np.where(is_finite, values, np.nan),
             moments=moments,
             starts=runs.starts,
-            cells=self._cells.find(batch, runs, further),
-            provenances=self._provenances.find(batch, runs),
+            cells=rows.made((*_PLACE_COLUMNS, *_CELL_COLUMNS), self._kinds_of_cells)
+            if further is None
+            else self._cells.find(batch, runs, further),
+            provenances=rows.made((*_PLACE_COLUMNS, *PROVENANCE), self._kinds_of_provenances),
         )
+
+    def _kinds_of_cells(self, batch: pa.RecordBatch) -> list[Kind]:
+        return self._cells.find(batch, _runs(batch)[1])
+
+    def _kinds_of_provenances(self, batch: pa.RecordBatch) -> list[Kind]:
+        return self._provenances.find(batch, _runs(batch)[1])
 
 
 def _runs(batch: pa.RecordBatch) -> tuple[_Integers, Runs]:

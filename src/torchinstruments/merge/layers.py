@@ -4,7 +4,7 @@ Ranks are folded in ascending order, so that ties go to the lowest rank and the 
 bytes. Nothing here is a mean over ranks: an extremum over ranks names the rank that holds it.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from torchinstruments.merge.rank_sets import ranks_text
 from torchinstruments.records import ModuleRecord
-from torchinstruments.store.entries import entry, number
+from torchinstruments.store.entries import entries, number
 from torchinstruments.store.row_blocks import LATEST_COLUMNS
 from torchinstruments.store.series import SeriesKey
 from torchinstruments.store.summaries import SeriesSummaries
@@ -22,6 +22,9 @@ __all__ = ["SUMMARY_FILE", "LayerFold"]
 SUMMARY_FILE = "summary.parquet"
 
 _TensorKey = tuple[str, int, str, str, str]
+
+_MAX_HELD = 8
+"""Kinds of ranks, with other series or other texts, that the next rank is compared with."""
 
 _TEXT_NAMES = {"shape": "latest_shape"}
 
@@ -69,27 +72,82 @@ class _Extreme:
 
 
 class _Tensor:
-    """What is known of a tensor beside its numbers, over ranks."""
+    """What is known of a tensor beside its numbers, over ranks.
 
-    def __init__(self) -> None:
-        self.texts: dict[str, dict[str, list[int]]] = {name: {} for name in LATEST_COLUMNS}
-        self.scale_lowest = np.nan
-        self.scale_highest = np.nan
+    Args:
+        place: Its number among all tensors.
+    """
+
+    def __init__(self, place: int) -> None:
+        self.place = place
         self.statistics: list[int] = []
 
-    def record(self) -> dict[str, object]:
+    def record(
+        self, texts: Mapping[str, "_Texts"], lowest: float | None, highest: float | None
+    ) -> dict[str, object]:
         found: dict[str, object] = {}
         differs: dict[str, object] = {}
-        for name, by_text in self.texts.items():
+        for name, of_tensors in texts.items():
+            by_text = of_tensors.of_tensor(self.place)
             shown = _TEXT_NAMES.get(name, name)
             found[shown] = next(iter(by_text)) if len(by_text) == 1 else None
             if len(by_text) > 1:
                 differs[shown] = {text: ranks_text(by_text[text]) for text in sorted(by_text)}
-        lowest, highest = number(self.scale_lowest), number(self.scale_highest)
         found["loss_scale"] = None if lowest is None else {"lowest": lowest, "highest": highest}
         if differs:
             found["ranks_differ_in"] = differs
         return found
+
+
+class _Texts:
+    """A text of each tensor, over ranks; most ranks have the same ones."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[npt.NDArray[np.int64], list[str], list[int]]] = []
+        self._by_tensor: dict[int, dict[str, list[int]]] = {}
+
+    def add(self, rank: int, tensors: npt.NDArray[np.int64], texts: list[str]) -> None:
+        for held_tensors, held, ranks in self._found[-_MAX_HELD:]:
+            if held_tensors is tensors and held == texts:
+                ranks.append(rank)
+                return
+        self._found.append((tensors, texts, [rank]))
+
+    def of_tensor(self, tensor: int) -> dict[str, list[int]]:
+        """Returns each text with its ranks; to be asked once all ranks were added."""
+        for tensors, texts, ranks in self._found:
+            for one, text in zip(tensors.tolist(), texts, strict=True):
+                self._by_tensor.setdefault(one, {}).setdefault(text, []).extend(ranks)
+        self._found.clear()
+        return self._by_tensor[tensor]
+
+
+class _Series:
+    """The series of a rank; most ranks have the same ones.
+
+    Args:
+        keys: Their keys, ascending, so that the statistics of a tensor lie together.
+        numbers: Their numbers among those of all ranks.
+        tensor_of: The number of the tensor of each.
+    """
+
+    def __init__(
+        self,
+        keys: tuple[SeriesKey, ...],
+        numbers: npt.NDArray[np.int64],
+        tensor_of: npt.NDArray[np.int64],
+    ) -> None:
+        self.keys, self.numbers = keys, numbers
+        self.layers = {key.layer for key in keys}
+        self._starts = np.flatnonzero(np.append(True, tensor_of[1:] != tensor_of[:-1]))
+        self._lengths = np.diff(np.append(self._starts, len(tensor_of)))
+        self.tensors = tensor_of[self._starts]
+
+    def newest(self, sample_id: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Returns for each tensor which of its series has the highest sample; of equal ones the first."""
+        highest = np.repeat(np.maximum.reduceat(sample_id, self._starts), self._lengths)
+        places = np.where(sample_id == highest, np.arange(len(sample_id)), len(sample_id))
+        return np.minimum.reduceat(places, self._starts)
 
 
 class LayerFold:
@@ -105,11 +163,16 @@ class LayerFold:
         self._inline = inline
         self._numbers: dict[SeriesKey, int] = {}
         self._tensors: dict[_TensorKey, _Tensor] = {}
+        self._texts = {name: _Texts() for name in LATEST_COLUMNS}
+        self._scale_lowest: npt.NDArray[np.float64] = np.zeros(0)
+        self._scale_highest: npt.NDArray[np.float64] = np.zeros(0)
         self._modules: dict[str, ModuleRecord] = {}
         self._aliases: dict[str, list[str]] = {}
         self._layer_ranks: dict[str, set[int]] = {}
-        self._entries: dict[int, dict[int, tuple[SeriesSummaries, int]]] = {}
+        self._shown: list[tuple[int, SeriesSummaries, npt.NDArray[np.int64]]] = []
+        self._entries: dict[int, dict[str, dict[str, object]]] = {}
         self._num_ranks: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._series: deque[_Series] = deque(maxlen=_MAX_HELD)
         self._compared: Mapping[SeriesKey, Mapping[str, object]] = {}
         self._combined: Mapping[SeriesKey, Mapping[str, object]] = {}
         self._lowest, self._highest = _Extreme(1.0), _Extreme(-1.0)
@@ -127,18 +190,17 @@ class LayerFold:
         """Takes the summaries of a rank; ranks come in ascending order."""
         if len(summaries) == 0:
             return
-        series = np.array([self._number_of(key) for key in summaries.keys], np.int64)
-        self._reserve(len(self._numbers))
+        own = self._series_of(summaries.keys)
+        series = own.numbers
         self._num_ranks[series] += 1
         low, high, latest = summaries.minimum, summaries.maximum, summaries.latest
         self._lowest.add(series, rank, low.value, low.sample_id)
         self._highest.add(series, rank, high.value, high.sample_id)
         self._latest_lowest.add(series, rank, latest.value, latest.sample_id)
         self._latest_highest.add(series, rank, latest.value, latest.sample_id)
-        self._add_tensors(rank, summaries)
+        self._add_tensors(rank, summaries, own)
         if self._inline:
-            for place, one in enumerate(series.tolist()):
-                self._entries.setdefault(one, {})[rank] = (summaries, place)
+            self._shown.append((rank, summaries, series))
 
     @property
     def num_series(self) -> int:
@@ -170,6 +232,10 @@ class LayerFold:
             combined: Numbers of whole tensors, see `ComparisonFold.combined`.
         """
         self._compared, self._combined = compared, combined
+        for rank, summaries, series in self._shown:
+            own = entries(summaries, range(len(summaries)))
+            for number_of, one in zip(series.tolist(), own, strict=True):
+                self._entries.setdefault(number_of, {})[str(rank)] = one
         by_layer: dict[str, list[tuple[_TensorKey, _Tensor]]] = {}
         for key in sorted(self._tensors):
             by_layer.setdefault(key[0], []).append((key, self._tensors[key]))
@@ -192,7 +258,11 @@ class LayerFold:
                     "signal": key[2],
                     "stage": key[3],
                     "tensor_path": key[4],
-                    **tensor.record(),
+                    **tensor.record(
+                        self._texts,
+                        number(float(self._scale_lowest[tensor.place])),
+                        number(float(self._scale_highest[tensor.place])),
+                    ),
                     "statistics": [self._statistic(one, keys[one]) for one in self._ordered(tensor, keys)],
                 }
                 for key, tensor in tensors
@@ -210,9 +280,7 @@ class LayerFold:
     def _statistic(self, one: int, key: SeriesKey) -> dict[str, object]:
         record: dict[str, object] = {"metric": key.metric}
         if self._inline:
-            record["ranks"] = {
-                str(rank): entry(summaries, place) for rank, (summaries, place) in self._entries[one].items()
-            }
+            record["ranks"] = self._entries[one]
         else:
             record["ranks_in"] = SUMMARY_FILE
         record["across_ranks"] = {
@@ -228,28 +296,37 @@ class LayerFold:
         record["combined"] = self._combined.get(key)
         return record
 
+    def _series_of(self, keys: tuple[SeriesKey, ...]) -> _Series:
+        for held in self._series:
+            if held.keys == keys:
+                return held
+        numbers = np.array([self._number_of(key) for key in keys], np.int64)
+        tensor_of = np.array([self._tensors[key[:5]].place for key in keys], np.int64)
+        self._reserve(len(self._numbers))
+        more = np.full(len(self._tensors) - len(self._scale_lowest), np.nan)
+        self._scale_lowest = np.append(self._scale_lowest, more)
+        self._scale_highest = np.append(self._scale_highest, more)
+        self._series.append(_Series(keys, numbers, tensor_of))
+        return self._series[-1]
+
     def _number_of(self, key: SeriesKey) -> int:
         one = self._numbers.get(key)
         if one is None:
             one = self._numbers[key] = len(self._numbers)
-            self._tensors.setdefault(key[:5], _Tensor()).statistics.append(one)
+            self._tensors.setdefault(key[:5], _Tensor(len(self._tensors))).statistics.append(one)
         return one
 
-    def _add_tensors(self, rank: int, summaries: SeriesSummaries) -> None:
-        newest: dict[_TensorKey, int] = {}
-        sample_ids = summaries.latest.sample_id.tolist()
-        for place, key in enumerate(summaries.keys):
-            tensor_key = key[:5]
-            held = newest.get(tensor_key)
-            if held is None or sample_ids[place] > sample_ids[held]:
-                newest[tensor_key] = place
-        for tensor_key, place in newest.items():
-            tensor = self._tensors[tensor_key]
-            self._layer_ranks.setdefault(tensor_key[0], set()).add(rank)
-            for name, by_text in tensor.texts.items():
-                by_text.setdefault(summaries.latest_texts[name][place], []).append(rank)
-            tensor.scale_lowest = float(np.fmin(tensor.scale_lowest, summaries.loss_scale_lowest[place]))
-            tensor.scale_highest = float(np.fmax(tensor.scale_highest, summaries.loss_scale_highest[place]))
+    def _add_tensors(self, rank: int, summaries: SeriesSummaries, own: _Series) -> None:
+        newest = own.newest(summaries.latest.sample_id)
+        for layer in own.layers:
+            self._layer_ranks.setdefault(layer, set()).add(rank)
+        places = newest.tolist()
+        for name, texts in self._texts.items():
+            found = summaries.latest_texts[name]
+            texts.add(rank, own.tensors, [found[place] for place in places])
+        lowest, highest = summaries.loss_scale_lowest[newest], summaries.loss_scale_highest[newest]
+        self._scale_lowest[own.tensors] = np.fmin(self._scale_lowest[own.tensors], lowest)
+        self._scale_highest[own.tensors] = np.fmax(self._scale_highest[own.tensors], highest)
 
     def _reserve(self, size: int) -> None:
         if size <= len(self._num_ranks):

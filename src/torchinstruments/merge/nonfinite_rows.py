@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from torchinstruments.merge.known_columns import DecodedRows
 from torchinstruments.records import Reason, Signal, Stage
 from torchinstruments.store.inventory import PartFile
 from torchinstruments.store.row_blocks import floats, integers
@@ -50,6 +51,7 @@ EVIDENCE_COLUMNS = (
     "unavailable_reason",
 )
 
+_TELLING_COLUMNS = ("metric", "unavailable_reason")
 _NONFINITE, _FINITE = "nonfinite_fraction", "finite_fraction"
 _NONE = Reason.NO_FINITE_ENTRIES.value
 
@@ -165,9 +167,10 @@ class NonfiniteRows:
         self._parts: dict[Phase, list[PartFile]] = {}
         self._spans: list[SampleSpan] = []
 
-    def seen(self, batch: pa.RecordBatch) -> dict[Phase, int]:
+    def seen(self, rows: DecodedRows) -> dict[Phase, int]:
         """Returns the lowest sample with evidence of each phase in rows of ``history``."""
-        places, shares = _told(batch)
+        batch = rows.batch
+        places, shares = _told(batch, rows.made(_TELLING_COLUMNS, _telling))
         self._is_measured = self._is_measured or not bool(np.isnan(shares).all())
         found = np.sort(places[shares > 0])
         if len(found) == 0:
@@ -203,31 +206,51 @@ class NonfiniteRows:
 def fractions(batch: pa.RecordBatch) -> _Floats:
     """Returns the share of nonfinite entries that each row tells; NaN where it tells none (worker)."""
     found = np.full(batch.num_rows, np.nan)
-    places, shares = _told(batch)
+    places, shares = _told(batch, _telling(batch))
     found[places] = shares
     return found
 
 
-def _told(batch: pa.RecordBatch) -> tuple[_Integers, _Floats]:
-    """Returns the rows that may tell a share of nonfinite entries, and the shares.
+@dataclass(frozen=True, slots=True)
+class _Telling:
+    """Rows that may tell a share of nonfinite entries; most rows are of other metrics and not among them.
 
-    Most rows are of other metrics and not among them; of a row that stands there twice the last share counts.
+    Attributes:
+        nonfinite: Rows that tell the share itself.
+        finite: Rows that tell the rest.
+        none: Rows whose reason says that no entry is finite.
     """
+
+    nonfinite: _Integers
+    finite: _Integers
+    none: _Integers
+
+
+def _telling(batch: pa.RecordBatch) -> _Telling:
     metric_of, metrics = codes_of(batch.column("metric"))
-    value = floats(batch, "value")
-    places, shares = [np.zeros(0, np.int64)], [np.zeros(0)]
-    for name in (_NONFINITE, _FINITE):
-        if name in metrics:
-            rows = np.flatnonzero(metric_of == metrics.index(name))
-            places.append(rows)
-            shares.append(value[rows] if name == _NONFINITE else 1.0 - value[rows])
     reason_of, reasons = codes_of(batch.column("unavailable_reason"))
     is_none = np.array([_code(reason) == _NONE for reason in reasons], np.bool_)
-    if bool(is_none.any()):
-        rows = np.flatnonzero(is_none[reason_of])
-        places.append(rows)
-        shares.append(np.ones(len(rows)))
-    return np.concatenate(places), np.concatenate(shares)
+
+    def of_metric(name: str) -> _Integers:
+        if name not in metrics:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(metric_of == metrics.index(name))
+
+    return _Telling(
+        nonfinite=of_metric(_NONFINITE),
+        finite=of_metric(_FINITE),
+        none=np.flatnonzero(is_none[reason_of]) if bool(is_none.any()) else np.zeros(0, np.int64),
+    )
+
+
+def _told(batch: pa.RecordBatch, telling: _Telling) -> tuple[_Integers, _Floats]:
+    """Returns the rows that may tell a share of nonfinite entries, and the shares.
+
+    Of a row that stands there twice the last share counts.
+    """
+    value = floats(batch, "value")
+    shares = (value[telling.nonfinite], 1.0 - value[telling.finite], np.ones(len(telling.none)))
+    return np.concatenate([telling.nonfinite, telling.finite, telling.none]), np.concatenate(shares)
 
 
 def phases(batch: pa.RecordBatch) -> _Integers:

@@ -5,6 +5,7 @@ is that from the median over the ranks that hold the same.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +69,29 @@ def overview_rows(
     return pa.concat_tables([OVERVIEW_SCHEMA.empty_table(), *tables])
 
 
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Some rows.
+
+    Attributes:
+        cells: The cells of one row after the other.
+        starts: The first of these of each row.
+    """
+
+    cells: _Integers
+    starts: _Integers
+
+    @property
+    def firsts(self) -> _Integers:
+        """The first cell of each row."""
+        return self.cells[self.starts]
+
+    @property
+    def row_of(self) -> _Integers:
+        """The row of each cell."""
+        return np.repeat(np.arange(len(self.starts)), np.diff(np.append(self.starts, len(self.cells))))
+
+
 class _Numbers:
     """Which cells make up which rows."""
 
@@ -92,16 +116,19 @@ class _Numbers:
         wanted = np.flatnonzero(self._is_wanted).tolist()
         return sorted(wanted, key=lambda one: self.cells.moments[one])
 
-    def slices(self, moment: int) -> Iterator[list[_Integers]]:
-        """Yields the cells of one row after the other: some rows at a time."""
+    def slices(self, moment: int) -> Iterator[_Slice]:
+        """Yields some rows at a time, in their order."""
         chosen = np.flatnonzero((self.moment == moment) & self._is_shown)
         order = np.lexsort((self._place[self.series[chosen]], self.kind[chosen]))
         chosen = chosen[order]
         row = np.stack([self.kind[chosen], self.series[chosen]])
         starts = np.flatnonzero(np.append(True, (row[:, 1:] != row[:, :-1]).any(axis=0))[: len(chosen)])
-        groups = np.split(chosen, starts[1:])[: self._max_rows] if len(chosen) else []
-        for start in range(0, len(groups), SLICE_ROWS):
-            yield groups[start : start + SLICE_ROWS]
+        ends = np.append(starts[1:], len(chosen))[: self._max_rows]
+        starts = starts[: self._max_rows]
+        for first in range(0, len(starts), SLICE_ROWS):
+            own = starts[first : first + SLICE_ROWS]
+            end = int(ends[first : first + SLICE_ROWS][-1])
+            yield _Slice(chosen[int(own[0]) : end], own - own[0])
 
 
 def _kind(variant: Variant) -> tuple[str, int, str]:
@@ -111,16 +138,13 @@ def _kind(variant: Variant) -> tuple[str, int, str]:
 def _table(
     rows: AlignedRows,
     numbers: _Numbers,
-    groups: list[_Integers],
+    chosen: _Slice,
     medians: _Floats,
     pictured: Pictured,
 ) -> pa.Table:
     ranks = np.array([one.rank for one in rows.ranks], np.int64)
-    firsts = np.array([one[0] for one in groups], np.int64)
-    row_of = np.full(len(rows.cells), -1, np.int64)
-    for place, one in enumerate(groups):
-        row_of[one] = place
-    values, distances = _matrices(rows, groups, row_of, medians)
+    firsts = chosen.firsts
+    values, distances = _matrices(rows, chosen, medians)
     statistics = rank_statistics(values, ranks)
     is_whole = rows.cells.whole[firsts] >= 0
     has_median = is_whole & (statistics.num_ranks > 1)
@@ -131,8 +155,9 @@ def _table(
     is_detailed = moment in pictured.detailed
     shown = _shown(values, distances, ranks, pictured, is_detailed=is_detailed)
     kept = np.flatnonzero(statistics.num_ranks > 0)
-    without = np.array([int(rows.without_value[one].sum()) for one in groups], np.int64)
-    keys = [numbers.cells.series[one] for one in numbers.series[firsts[kept]].tolist()]
+    without = np.add.reduceat(rows.without_value[chosen.cells], chosen.starts)
+    series = numbers.cells.series
+    keys = [series[one] for one in numbers.series[firsts[kept]].tolist()]
     kinds = [numbers.kinds[one] for one in numbers.kind[firsts[kept]].tolist()]
     size = len(kept)
     has_attempt = moment[1] >= 0
@@ -169,23 +194,24 @@ def _table(
     return pa.Table.from_arrays(arrays, schema=OVERVIEW_SCHEMA)
 
 
-def _matrices(
-    rows: AlignedRows, groups: list[_Integers], row_of: _Integers, medians: _Floats
-) -> tuple[_Floats, _Floats]:
+def _matrices(rows: AlignedRows, chosen: _Slice, medians: _Floats) -> tuple[_Floats, _Floats]:
     """Returns the values of some rows, and of parts their distances: shape ``[rows, ranks]``, else NaN."""
-    values = np.full((len(groups), len(rows.ranks)), np.nan)
+    values = np.full((len(chosen.starts), len(rows.ranks)), np.nan)
     distances = np.full(values.shape, np.nan)
-    cells = np.concatenate(groups)
-    cells = cells[rows.cells.whole[cells] >= 0]
+    row_of = np.full(len(rows.cells), -1, np.int64)
+    row_of[chosen.cells] = chosen.row_of
+    cells = chosen.cells[rows.cells.whole[chosen.cells] >= 0]
     places, targets = rows.cells.whole[cells], row_of[cells]
     for place, one in enumerate(rows.ranks):
         is_there = places < len(one.values)
         values[targets[is_there], place] = one.values[places[is_there]]
+        if len(one.part_columns) == 0:
+            continue
         own = row_of[one.part_columns]
-        chosen = np.flatnonzero(own >= 0)
-        values[own[chosen], place] = one.part_values[chosen]
+        in_parts = np.flatnonzero(own >= 0)
+        values[own[in_parts], place] = one.part_values[in_parts]
         with np.errstate(over="ignore", invalid="ignore"):
-            distances[own[chosen], place] = one.part_values[chosen] - medians[one.part_columns[chosen]]
+            distances[own[in_parts], place] = one.part_values[in_parts] - medians[one.part_columns[in_parts]]
     return values, distances
 
 

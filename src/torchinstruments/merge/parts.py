@@ -3,6 +3,7 @@
 import contextlib
 import io
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import BinaryIO
 
 import pyarrow as pa
@@ -11,10 +12,17 @@ import pyarrow.parquet as pq
 from torchinstruments.errors import StorageError
 from torchinstruments.merge.claims import Claims
 from torchinstruments.merge.failures import of_rank
-from torchinstruments.merge.row_checks import checked, table_schema
+from torchinstruments.merge.known_columns import DecodedRows, KnownColumns
+from torchinstruments.merge.row_checks import check_num_rows, check_rows, checked, table_schema
 from torchinstruments.merge.sources import Source, opened
 from torchinstruments.store.documents import UnusableFileError
-from torchinstruments.store.inspection import Expected, check_size, inspect_footer
+from torchinstruments.store.inspection import (
+    Expected,
+    check_size,
+    inspect_footer,
+    inspect_metadata,
+    read_tail,
+)
 from torchinstruments.store.inventory import PartFile
 from torchinstruments.store.schema import TABLE_SCHEMAS
 from torchinstruments.store.storage import Storage
@@ -23,9 +31,11 @@ __all__ = [
     "BATCH_ROWS",
     "MAX_FETCHED_BYTES",
     "ChangedPartError",
+    "OpenPart",
     "batches",
     "check_all_columns",
     "checked_batches",
+    "known_batches",
     "open_part",
     "reread",
     "reread_groups",
@@ -37,8 +47,9 @@ MAX_FETCHED_BYTES = 64 * 2**20
 BATCH_ROWS = 65_536
 """Rows that a worker decodes at once: as many whole row groups as fit."""
 
+# By place, for until its footer is checked a file may have other names.
 _TEXTS = {
-    table: [field.name for field in schema if pa.types.is_string(field.type)]
+    table: [place for place, field in enumerate(schema) if pa.types.is_string(field.type)]
     for table, schema in TABLE_SCHEMAS.items()
 }
 
@@ -50,33 +61,65 @@ class ChangedPartError(Exception):
     """
 
 
+@dataclass(frozen=True, slots=True)
+class OpenPart:
+    """A part whose footer was checked.
+
+    Attributes:
+        file: Its rows.
+        data: All its bytes; None where it is read in ranges.
+    """
+
+    file: pq.ParquetFile
+    data: bytes | None
+
+
 @contextlib.contextmanager
-def open_part(storage: Storage, part: PartFile, run_id: str) -> Generator[pq.ParquetFile]:
+def open_part(storage: Storage, part: PartFile, run_id: str) -> Generator[OpenPart]:
     """Checks a part's footer and opens its rows (offline, any worker).
 
     Raises:
         UnusableFileError: It is to be left out.
     """
     check_size(part.size_bytes)
-    with contextlib.ExitStack() as stack:
-        if part.size_bytes <= MAX_FETCHED_BYTES:
-            data = storage.read(part.path)
-            raw: BinaryIO = stack.enter_context(io.BytesIO(data))
-            source: pa.NativeFile | BinaryIO = pa.BufferReader(data)
-        else:
-            raw = source = stack.enter_context(storage.open_input(part.path, part.size_bytes))
-        # Rank and process of the rows are compared row by row, and reported instead of refused.
-        _, footer = inspect_footer(raw, Expected(part.table, run_id))
+    # Rank and process of the rows are compared row by row, and reported instead of refused.
+    expected = Expected(part.table, run_id)
+    if part.size_bytes <= MAX_FETCHED_BYTES:
+        data = storage.read(part.path)
+        with _open_fetched(data, expected) as file:
+            yield OpenPart(file, data)
+        return
+    with storage.open_input(part.path, part.size_bytes) as raw:
+        _, footer = inspect_footer(raw, expected)
         raw.seek(0)
-        yield stack.enter_context(
-            pq.ParquetFile(
-                source,
-                metadata=footer,
-                read_dictionary=_TEXTS[part.table],
-                pre_buffer=part.size_bytes > MAX_FETCHED_BYTES,
-                page_checksum_verification=True,
-            )
-        )
+        with _parquet_file(raw, part.table, footer) as file:
+            yield OpenPart(file, None)
+
+
+def _open_fetched(data: bytes, expected: Expected) -> pq.ParquetFile:
+    read_tail(io.BytesIO(data), len(data))
+    try:
+        file = _parquet_file(pa.BufferReader(data), expected.table, None)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise UnusableFileError("not_parquet", error) from None
+    try:
+        inspect_metadata(file.metadata, len(data), expected)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _parquet_file(
+    source: pa.NativeFile | BinaryIO, table: str, footer: pq.FileMetaData | None
+) -> pq.ParquetFile:
+    return pq.ParquetFile(
+        source,
+        metadata=footer,
+        read_dictionary=_TEXTS[table],
+        pre_buffer=footer is not None,
+        page_checksum_verification=True,
+    )
 
 
 def batches(
@@ -129,6 +172,35 @@ def _decoded(file: pq.ParquetFile, names: list[str], chosen: Sequence[int]) -> I
         rows += added
     if groups:
         yield from file.iter_batches(BATCH_ROWS, groups, names, use_threads=False)
+
+
+def known_batches(part: OpenPart, known: KnownColumns) -> Iterator[DecodedRows]:
+    """Yields the rows of a part as `batches` does, row group by row group (offline, any worker).
+
+    Args:
+        part: The part.
+        known: Which columns to read of it, and those of them that were decoded before.
+
+    Raises:
+        UnusableFileError: A row has what no row of that table can have.
+    """
+    file, metadata = part.file, part.file.metadata
+
+    def check(rows: pa.RecordBatch) -> None:
+        check_rows(rows, known.declared)
+
+    if part.data is None:
+        for batch in batches(file, known.names):
+            yield DecodedRows(batch)
+        return
+    claims = Claims(metadata, range(metadata.num_row_groups), known.names)
+    seen = 0
+    for group in range(metadata.num_row_groups):
+        rows = known.read(file, part.data, group, check)
+        claims.check(rows.batch)
+        seen += rows.batch.num_rows
+        yield rows
+    check_num_rows(seen, metadata.num_rows)
 
 
 def _may_hold(group: pq.RowGroupMetaData, is_wanted: Callable[[int, int], bool]) -> bool:
@@ -191,28 +263,38 @@ def reread(
         ChangedPartError: It cannot be read any more, or not in these columns.
         StorageError: A store did not answer.
     """
-    with _second_look(sources, run_id, part) as file:
-        for batch in batches(file, columns, is_wanted):
+    with _second_look(sources, run_id, part) as opened_part:
+        for batch in batches(opened_part.file, columns, is_wanted):
             _check_texts(batch)
             yield batch
 
 
 def reread_groups(
-    sources: Sequence[Source], run_id: str, part: PartFile, columns: Sequence[str], groups: Sequence[int]
-) -> Generator[pa.RecordBatch]:
+    sources: Sequence[Source], run_id: str, part: PartFile, known: KnownColumns, groups: Sequence[int]
+) -> Generator[DecodedRows]:
     """Yields row groups of a part that could be read to its end before, one batch each (offline, any worker).
+
+    Args:
+        sources: The folders of the run, by `PartFile.source`.
+        run_id: Its run.
+        part: The part, of ``history``.
+        known: Which columns to read of it, and those of them that were decoded before.
+        groups: The row groups.
 
     Raises:
         StorageError: A store did not answer.
         ChangedPartError: It cannot be read any more, or not in these columns.
     """
-    with _second_look(sources, run_id, part) as file:
+    with _second_look(sources, run_id, part) as opened_part:
         for group in groups:
-            # One thread: the merge is parallel over what is compared.
-            table = file.read_row_group(group, columns=list(columns), use_threads=False)
-            (batch,) = table.unify_dictionaries().combine_chunks().to_batches()
-            _check_texts(batch)
-            yield batch
+            if opened_part.data is None:
+                # One thread: the merge is parallel over what is compared.
+                table = opened_part.file.read_row_group(group, columns=list(known.names), use_threads=False)
+                (batch,) = table.unify_dictionaries().combine_chunks().to_batches()
+                _check_texts(batch)
+                yield DecodedRows(batch)
+                continue
+            yield known.read(opened_part.file, opened_part.data, group, _check_texts)
 
 
 def _check_texts(batch: pa.RecordBatch) -> None:
@@ -225,12 +307,12 @@ def _check_texts(batch: pa.RecordBatch) -> None:
 
 
 @contextlib.contextmanager
-def _second_look(sources: Sequence[Source], run_id: str, part: PartFile) -> Generator[pq.ParquetFile]:
+def _second_look(sources: Sequence[Source], run_id: str, part: PartFile) -> Generator[OpenPart]:
     """Opens a part that could be read before; errors name its rank."""
     storage = opened(sources[part.source])
     try:
-        with open_part(storage, part, run_id) as file:
-            yield file
+        with open_part(storage, part, run_id) as opened_part:
+            yield opened_part
     except FileNotFoundError as error:
         raise ChangedPartError(f"{storage.url.rstrip('/')}/{part.path} is gone") from error
     except StorageError as error:

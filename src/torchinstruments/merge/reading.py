@@ -18,6 +18,7 @@ from torchinstruments.errors import StorageDeniedError, StorageError
 from torchinstruments.merge.alignment import SampleKeys, sample_keys
 from torchinstruments.merge.failures import of_rank
 from torchinstruments.merge.fingerprint_rows import FINGERPRINT_COLUMNS, FingerprintRows
+from torchinstruments.merge.known_columns import DecodedRows, KnownColumns
 from torchinstruments.merge.nonfinite_rows import (
     EVIDENCE_COLUMNS,
     NonfiniteReading,
@@ -26,7 +27,14 @@ from torchinstruments.merge.nonfinite_rows import (
     PhaseEvidence,
     evidence_rows,
 )
-from torchinstruments.merge.parts import batches, check_all_columns, checked_batches, open_part, reread
+from torchinstruments.merge.parts import (
+    OpenPart,
+    check_all_columns,
+    checked_batches,
+    known_batches,
+    open_part,
+    reread,
+)
 from torchinstruments.merge.row_spans import GroupIds, RowSpan, group_ids, row_spans
 from torchinstruments.merge.sources import opened
 from torchinstruments.merge.step_rows import STEP_COLUMNS, StepRows
@@ -40,7 +48,7 @@ from torchinstruments.store.row_blocks import (
     integers,
     microseconds,
 )
-from torchinstruments.store.sample_grids import NumberedRows, SharedLayouts
+from torchinstruments.store.sample_grids import KeyColumns, NumberedRows, SharedLayouts
 from torchinstruments.store.schema import KEY_COLUMNS
 from torchinstruments.store.series import TooManySeriesError, codes_of, texts_of
 from torchinstruments.store.summaries import SummaryBuilder
@@ -81,6 +89,9 @@ SAMPLE_COLUMNS = (
 )
 """What is read of ``samples``."""
 
+_KNOWN_HISTORY = KnownColumns("history", HISTORY_COLUMNS)
+_KNOWN_SAMPLES = KnownColumns("samples", SAMPLE_COLUMNS)
+
 
 def read_rank(task: RankTask) -> RankReading:
     """Reads a rank (worker: any thread, process or machine).
@@ -98,6 +109,8 @@ def read_rank(task: RankTask) -> RankReading:
 def forget_layouts() -> None:
     """Lets go of what ranks of a merge shared in this process, once it is over (caller's thread)."""
     _SHARED.clear()
+    _KNOWN_HISTORY.clear()
+    _KNOWN_SAMPLES.clear()
 
 
 @dataclass(slots=True)
@@ -184,33 +197,35 @@ class _RankReader:
 
     def _read_part(self, part: PartFile) -> None:
         storage = opened(self._task.sources[part.source])
-        with open_part(storage, part, self._task.run_id) as file:
+        with open_part(storage, part, self._task.run_id) as opened_part:
+            file = opened_part.file
             if self._task.reads_all_columns:
                 check_all_columns(file)
             if part.table == "history":
-                self._read_history(part, file)
+                self._read_history(part, opened_part)
             elif part.table == "samples":
-                self._read_samples(part, file)
+                self._read_samples(part, opened_part)
             elif part.table == "steps":
                 self._steps.add(part, self._read_compared(part, file, STEP_COLUMNS))
             else:
                 self._fingerprints.add(part, self._read_compared(part, file, FINGERPRINT_COLUMNS))
 
-    def _read_history(self, part: PartFile, file: pq.ParquetFile) -> None:
+    def _read_history(self, part: PartFile, opened_part: OpenPart) -> None:
+        metadata = opened_part.file.metadata
         found: Counter[tuple[str, str, str]] = Counter()
         generations: set[int] = set()
         ids: list[npt.NDArray[np.int64]] = []
         nonfinite: list[dict[Phase, int]] = []
 
         def blocks() -> Iterator[RowBlock]:
-            for batch in batches(file, HISTORY_COLUMNS):
-                self._compare(part, batch, found, generations)
-                nonfinite.append(self._nonfinite.seen(batch))
-                ids.append(_changes(integers(batch, "sample_id")))
-                yield from self._numbered.blocks(batch)
+            for rows in known_batches(opened_part, _KNOWN_HISTORY):
+                self._compare(part, rows, found, generations)
+                nonfinite.append(self._nonfinite.seen(rows))
+                ids.append(_changes(integers(rows.batch, "sample_id")))
+                yield from self._numbered.blocks(rows.batch, rows.made(KEY_COLUMNS, KeyColumns))
 
         chosen: Iterable[RowBlock]
-        if file.metadata.num_rows <= MAX_HELD_ROWS:
+        if metadata.num_rows <= MAX_HELD_ROWS:
             chosen = list(blocks())
         else:
             for _ in blocks():
@@ -224,9 +239,9 @@ class _RankReader:
         if ids:
             distinct = np.unique(np.concatenate(ids))
             self._tally(part).in_history.append((part, distinct))
-            self._tally(part).row_groups += group_ids(part, file.metadata)
+            self._tally(part).row_groups += group_ids(part, metadata)
             self._nonfinite.add(part, nonfinite, distinct)
-        self._note(part, file.metadata.num_rows, found, generations)
+        self._note(part, metadata.num_rows, found, generations)
 
     def _read_compared(
         self, part: PartFile, file: pq.ParquetFile, columns: Sequence[str]
@@ -235,7 +250,7 @@ class _RankReader:
         found: Counter[tuple[str, str, str]] = Counter()
         generations: set[int] = set()
         for batch in checked_batches(file, columns, MAX_HELD_ROWS):
-            self._compare(part, batch, found, generations)
+            self._compare(part, DecodedRows(batch), found, generations)
             yield batch
         self._note(part, file.metadata.num_rows, found, generations)
 
@@ -260,9 +275,11 @@ class _RankReader:
             Whether there are any.
         """
         found = False
-        recorded = np.concatenate([np.zeros(0, np.int64), *(one.sample_id for one in tally.samples)])
+        recorded = np.unique(
+            np.concatenate([np.zeros(0, np.int64), *(one.sample_id for one in tally.samples)])
+        )
         for part, ids in tally.in_history:
-            missing = np.setdiff1d(ids, recorded)
+            missing = ids[~_contains(recorded, ids)]
             if len(missing):
                 found = True
                 tally.samples += self._samples_in_history(part, missing)
@@ -288,37 +305,35 @@ class _RankReader:
             )
         return blocks
 
-    def _read_samples(self, part: PartFile, file: pq.ParquetFile) -> None:
+    def _read_samples(self, part: PartFile, opened_part: OpenPart) -> None:
         found: Counter[tuple[str, str, str]] = Counter()
         generations: set[int] = set()
         blocks: list[_Samples] = []
-        for batch in batches(file, SAMPLE_COLUMNS):
-            self._compare(part, batch, found, generations)
-            blocks.append(_samples(batch))
+        for rows in known_batches(opened_part, _KNOWN_SAMPLES):
+            self._compare(part, rows, found, generations)
+            blocks.append(_samples(rows.batch))
         self._tally(part).samples += blocks
-        self._note(part, file.metadata.num_rows, found, generations)
+        self._note(part, opened_part.file.metadata.num_rows, found, generations)
 
     def _compare(
         self,
         part: PartFile,
-        batch: pa.RecordBatch,
+        rows: DecodedRows,
         found: Counter[tuple[str, str, str]],
         generations: set[int],
     ) -> None:
         """Counts the rows of a batch that say something else than where they lie."""
-        if batch.num_rows == 0:
+        if rows.batch.num_rows == 0:
             return
+        said = rows.made(_IDENTITY_COLUMNS, _said)
         expected = self._task.generations.get(part.process)
-        in_rows = _counted(batch.column("generation").to_numpy(zero_copy_only=False))
-        generations.update(in_rows)
+        generations.update(said.generations)
         if expected is not None:
-            _count_others(found, "generation", in_rows, expected)
-        in_rows = _counted(batch.column("rank").to_numpy(zero_copy_only=False))
-        _count_others(found, "rank", in_rows, part.rank)
-        positions, texts = codes_of(batch.column("process"))
-        for place, rows in _counted(positions).items():
-            if texts[place] != part.process:
-                found["process", texts[place][:80], part.process] += rows
+            _count_others(found, "generation", said.generations, expected)
+        _count_others(found, "rank", said.ranks, part.rank)
+        for text, num_rows in said.processes:
+            if text != part.process:
+                found["process", text[:80], part.process] += num_rows
         if len(found) > MAX_DISAGREEMENTS or len(generations) > MAX_DISAGREEMENTS:
             raise UnusableFileError("misplaced", f"its rows are of more than {MAX_DISAGREEMENTS} processes")
 
@@ -335,11 +350,36 @@ class _RankReader:
         return self._tallies.setdefault(part.process, _ProcessTally())
 
 
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What rows say of where they belong: each value, with the number of its rows."""
+
+    generations: dict[int, int]
+    ranks: dict[int, int]
+    processes: list[tuple[str, int]]
+
+
+def _said(batch: pa.RecordBatch) -> _Said:
+    positions, texts = codes_of(batch.column("process"))
+    return _Said(
+        generations=_counted(batch.column("generation").to_numpy(zero_copy_only=False)),
+        ranks=_counted(batch.column("rank").to_numpy(zero_copy_only=False)),
+        processes=[(texts[place], rows) for place, rows in _counted(positions).items()],
+    )
+
+
 def _changes(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Returns each value that differs from the one before it: few, for rows of a sample lie together."""
     if len(values) == 0:
         return values
     return values[np.append(True, values[1:] != values[:-1])]
+
+
+def _contains(values: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Returns which wanted values are among those that are sorted."""
+    if len(values) == 0:
+        return np.zeros(len(wanted), np.bool_)
+    return values[np.minimum(np.searchsorted(values, wanted), len(values) - 1)] == wanted
 
 
 def _counted(values: npt.NDArray[np.integer]) -> dict[int, int]:

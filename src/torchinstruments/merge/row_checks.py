@@ -14,7 +14,7 @@ import pyarrow as pa
 from torchinstruments.store.documents import UnusableFileError
 from torchinstruments.store.schema import TABLE_SCHEMAS
 
-__all__ = ["checked", "table_schema"]
+__all__ = ["check_num_rows", "check_rows", "checked", "table_schema"]
 
 _ORDINALS = frozenset(
     {
@@ -70,8 +70,28 @@ def checked(
                 check(name, batch.column(place))
         seen += batch.num_rows
         yield batch
-    if seen != num_rows:
-        raise UnusableFileError("unreadable", f"{seen} rows where its footer says {num_rows}")
+    check_num_rows(seen, num_rows)
+
+
+def check_num_rows(seen: int, claimed: int) -> None:
+    """Compares the rows of a part with those that its footer claims.
+
+    Raises:
+        UnusableFileError: Their number is another one.
+    """
+    if seen != claimed:
+        raise UnusableFileError("unreadable", f"{seen} rows where its footer says {claimed}")
+
+
+def check_rows(batch: pa.RecordBatch, declared: pa.Schema) -> None:
+    """Looks at some columns of some rows of a part (offline, any worker).
+
+    Raises:
+        UnusableFileError: A row has what no row of that table can have.
+    """
+    if batch.num_rows:
+        for place, name, check in _checks(batch.schema, declared):
+            check(name, batch.column(place))
 
 
 def _checks(schema: pa.Schema, declared: pa.Schema) -> "list[_Check]":

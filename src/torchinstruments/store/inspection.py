@@ -29,7 +29,9 @@ __all__ = [
     "check_size",
     "inspect_file",
     "inspect_footer",
+    "inspect_metadata",
     "inspect_part",
+    "read_tail",
 ]
 
 MAX_FOOTER_BYTES = 4 * 2**20
@@ -150,13 +152,22 @@ def inspect_footer(file: BinaryIO, expected: Expected) -> tuple[PartInfo, pq.Fil
     """
     size_bytes = file.seek(0, os.SEEK_END)
     metadata = _read_metadata(file, size_bytes)
+    return inspect_metadata(metadata, size_bytes, expected), metadata
+
+
+def inspect_metadata(metadata: pq.FileMetaData, size_bytes: int, expected: Expected) -> PartInfo:
+    """Checks a footer that was parsed, of a file whose tail `read_tail` took for one of a part.
+
+    Raises:
+        UnusableFileError: The part is to be left out; its reason says why.
+    """
     own = schema.parse_metadata(metadata.metadata)
     _check_metadata(own, expected)
     _check_schema(metadata, expected.table)
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     _check_groups(metadata, groups, size_bytes)
     ranges = _sample_id_ranges(groups, expected.table)
-    info = PartInfo(
+    return PartInfo(
         table=expected.table,
         generation=_number(own, "generation"),
         rank=_number(own, "rank"),
@@ -168,10 +179,15 @@ def inspect_footer(file: BinaryIO, expected: Expected) -> tuple[PartInfo, pq.Fil
         last_sample_ids=tuple(last for _, last in ranges),
         size_bytes=size_bytes,
     )
-    return info, metadata
 
 
-def _read_metadata(file: BinaryIO, size_bytes: int) -> pq.FileMetaData:
+def read_tail(file: BinaryIO, size_bytes: int) -> tuple[bytes, int]:
+    """Returns the last bytes of a file, its bounded footer among them, and how large that footer is.
+
+    Raises:
+        UnusableFileError: The part is to be left out; its reason says why.
+        OSError: It could not be read.
+    """
     if size_bytes == 0:
         raise UnusableFileError("empty_file")
     tail = _read_tail(file, size_bytes, min(size_bytes, _TAIL_BYTES))
@@ -184,6 +200,11 @@ def _read_metadata(file: BinaryIO, size_bytes: int) -> pq.FileMetaData:
         raise UnusableFileError("too_large", f"a footer of {footer_bytes} bytes")
     if footer_bytes + 8 > len(tail):
         tail = _read_tail(file, size_bytes, footer_bytes + 8)
+    return tail, footer_bytes
+
+
+def _read_metadata(file: BinaryIO, size_bytes: int) -> pq.FileMetaData:
+    tail, footer_bytes = read_tail(file, size_bytes)
     # The parser looks for a whole file; the footer alone between two magic words is one to it.
     frame = _MAGIC + tail[-8 - footer_bytes :]
     try:
@@ -232,7 +253,7 @@ def _check_schema(metadata: pq.FileMetaData, table: str) -> None:
         found = metadata.schema.to_arrow_schema()
     except (pa.ArrowException, ValueError) as error:
         raise UnusableFileError("schema_mismatch", error) from None
-    if found.names == declared.names and found.types == declared.types:
+    if found.equals(declared):
         return
     for has, wants in zip(found, declared, strict=True):
         if has.name != wants.name or has.type != wants.type:

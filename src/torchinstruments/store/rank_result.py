@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 
 from torchinstruments.records import ModuleRecord
-from torchinstruments.store.entries import entry
+from torchinstruments.store.entries import entries
 from torchinstruments.store.summaries import SeriesSummaries
 from torchinstruments.store.texts import encode_json
 
@@ -120,7 +120,8 @@ def _tensor_record(summaries: SeriesSummaries, key: _TensorKey, places: list[int
         "latest_shape": _shape(summaries.latest_texts["shape"][newest]),
         "dtype": summaries.latest_texts["dtype"][newest],
         "statistics": [
-            {"metric": summaries.keys[place].metric} | entry(summaries, place) for place in places
+            {"metric": summaries.keys[place].metric} | one
+            for place, one in zip(places, entries(summaries, places), strict=True)
         ],
     }
 

@@ -19,11 +19,13 @@ from torchinstruments.store.row_blocks import RowBlock, integers, row_block
 from torchinstruments.store.schema import KEY_COLUMNS
 from torchinstruments.store.series import SeriesIndex
 
-__all__ = ["NumberedRows", "SharedLayouts"]
+__all__ = ["KeyColumns", "NumberedRows", "SharedLayouts"]
 
 _MAX_STRETCHES = 8
 _MAX_REMEMBERED = 4
 _MAX_SHARED_SERIES = 131_072
+_MAX_SHARED_LAYOUTS = 4
+"""Of a rank: the outputs of a sample, late gradients, an evaluation, in the order in which it met them."""
 
 _Integers = npt.NDArray[np.int64]
 
@@ -37,6 +39,8 @@ class _Layout:
 
     def is_same(self, other: "_Layout") -> bool:
         """Whether both have the same keys in the same order, by the same dictionaries."""
+        if self is other:
+            return True
         if len(self.columns[0]) != len(other.columns[0]):
             return False
         for mine, its in zip(self.dictionaries, other.dictionaries, strict=True):
@@ -64,8 +68,46 @@ class _Layout:
         return np.flatnonzero(changed) + 1
 
 
+class KeyColumns:
+    """The key columns of some rows, and what was found out about them (worker or writer thread).
+
+    Whoever meets the same columns in several batches keeps one of these for all of them.
+
+    Args:
+        batch: Rows of ``history`` with at least the key columns.
+    """
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        self._all = _layout(batch)
+        self._changes: dict[tuple[int, int, int], list[int]] = {}
+        self._samples: dict[tuple[int, int], _Layout] = {}
+
+    def changes(self, start: int, stop: int, length: int) -> list[int]:
+        """Returns which pieces of so many rows of a stretch have other keys than the piece before them."""
+        place = (start, stop, length)
+        found = self._changes.get(place)
+        if found is None:
+            if len(self._changes) >= _MAX_STRETCHES:
+                self._changes.clear()
+            found = self._changes[place] = self._all.changes(start, stop, length).tolist()
+        return found
+
+    def sample(self, start: int, stop: int) -> _Layout:
+        """Returns the keys of some rows; the same object for the same rows, as long as they are few."""
+        found = self._samples.get((start, stop))
+        if found is None:
+            if len(self._samples) >= _MAX_STRETCHES:
+                self._samples.clear()
+            found = self._samples[start, stop] = self._all.part(start, stop).copied()
+        return found
+
+
+NOTHING = 0
+"""Stands for a rank that has met no layout."""
+
+
 class SharedLayouts:
-    """Numbered series by the first layout of a rank, for other ranks that begin with the same one (worker).
+    """Numbered series by the first layouts of a rank, for other ranks that begin with the same ones (worker).
 
     Ranks of one run measure the same layers, so that most of them number the same keys. Bounded, and safe to
     use from several threads. What is taken from here is what a rank would have made by itself.
@@ -73,34 +115,42 @@ class SharedLayouts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: OrderedDict[int, tuple[_Layout, SeriesIndex, _Integers]] = OrderedDict()
-        self._next = 0
+        # By what a rank had met before, and the number of what it has met then.
+        self._known: OrderedDict[tuple[int, int], tuple[_Layout, SeriesIndex, _Integers]] = OrderedDict()
+        self._next = NOTHING + 1
 
-    def find(self, layout: _Layout) -> tuple[SeriesIndex, _Integers] | None:
-        """Returns an index of its own for a rank that begins with this layout, and the numbers of its rows.
+    def find(self, before: int, layout: _Layout) -> tuple[int, SeriesIndex, _Integers] | None:
+        """Returns what a rank makes of a layout that is new to it.
+
+        Args:
+            before: What the rank made of its layouts before this one, `NOTHING` where there were none.
+            layout: The layout.
 
         Returns:
-            None where no rank did so far.
+            The number of this in turn, an index of the rank's own, and the numbers of the rows; None where no
+            rank met the same so far.
         """
         with self._lock:
-            known = list(self._known.items())
-        for number, (other, index, numbers) in reversed(known):
+            known = [one for one in self._known.items() if one[0][0] == before]
+        for place, (other, index, numbers) in reversed(known):
             if layout.is_same(other):
                 with self._lock:
-                    if number in self._known:
-                        self._known.move_to_end(number)
-                return index.copy(), numbers
+                    if place in self._known:
+                        self._known.move_to_end(place)
+                return place[1], index.copy(), numbers
         return None
 
-    def add(self, layout: _Layout, index: SeriesIndex, numbers: _Integers) -> None:
-        """Keeps what the first layout of a rank made of an empty index, and the numbers of its rows."""
+    def add(self, before: int, layout: _Layout, index: SeriesIndex, numbers: _Integers) -> int:
+        """Keeps what a layout made of an index, and the numbers of its rows; returns the number of this."""
         index.by_key()
         own = index.copy()
         with self._lock:
-            self._known[self._next] = (layout, own, numbers)
+            number = self._next
+            self._known[before, number] = (layout, own, numbers)
             self._next += 1
             while self._known and sum(len(one) for _, one, _ in self._known.values()) > _MAX_SHARED_SERIES:
                 self._known.popitem(last=False)
+        return number
 
     def clear(self) -> None:
         """Forgets all."""
@@ -122,32 +172,42 @@ class NumberedRows:
     def __init__(self, shared: SharedLayouts | None = None, index: SeriesIndex | None = None) -> None:
         self.index = SeriesIndex() if index is None else index
         self._shared = shared
+        # What the layouts so far made of the index; None once that is this rank's own.
+        self._state: int | None = None if shared is None else NOTHING
+        self._num_shared = 0
         # Series of the last layouts; None where a sample is no row of a grid.
         self._remembered: deque[tuple[_Layout, _Integers | None]] = deque(maxlen=_MAX_REMEMBERED)
 
-    def blocks(self, batch: pa.RecordBatch) -> Iterator[RowBlock]:
+    def blocks(self, batch: pa.RecordBatch, keys: KeyColumns | None = None) -> Iterator[RowBlock]:
         """Yields the rows of a batch of ``history``, in their order.
+
+        Args:
+            batch: The rows.
+            keys: Their key columns where these were met before; None where they are new.
 
         Raises:
             TooManySeriesError: As `SeriesIndex.number`.
         """
-        for part, numbers, num_samples in self.stretches(batch):
+        for part, numbers, num_samples in self.stretches(batch, keys):
             yield row_block(part, numbers, num_samples=num_samples)
 
-    def stretches(self, batch: pa.RecordBatch) -> Iterator[tuple[pa.RecordBatch, _Integers, int]]:
+    def stretches(
+        self, batch: pa.RecordBatch, keys: KeyColumns | None = None
+    ) -> Iterator[tuple[pa.RecordBatch, _Integers, int]]:
         """Yields the rows with what `row_block` takes beside them; only of no grid may a number be below 0.
 
         Raises:
             TooManySeriesError: As `SeriesIndex.number`.
         """
-        keys = _key_columns(batch)
+        keys = KeyColumns(batch) if keys is None else keys
         for start, rows, num_samples in _stretches(integers(batch, "sample_id"), keys):
             part = batch if rows == batch.num_rows else batch.slice(start, rows)
             numbers = None
             if num_samples:
                 length = rows // num_samples
-                numbers = self._numbers(keys.part(start, start + length), part.slice(0, length))
+                numbers = self._numbers(keys.sample(start, start + length), part.slice(0, length))
             if numbers is None:
+                self._state = None
                 yield part, self.index.number(part), 0
             else:
                 yield part, numbers, num_samples
@@ -155,25 +215,36 @@ class NumberedRows:
     def _numbers(self, layout: _Layout, sample: pa.RecordBatch) -> _Integers | None:
         """Returns the series of a sample; None where it has several rows of one, or one beyond the bound."""
         for other, numbers in self._remembered:
+            if layout is other:
+                return numbers
+        for other, numbers in self._remembered:
             if layout.is_same(other):
                 return numbers
-        layout = layout.copied()
-        is_first = len(self.index) == 0
-        known = self._shared.find(layout) if is_first and self._shared is not None else None
-        if known is not None:
-            self.index, found = known
-        else:
+        found = self._shared_numbers(layout, sample)
+        if found is None:
             found = self.index.number(sample)
-            if is_first and self._shared is not None:
-                self._shared.add(layout, self.index, found)
         is_known = int(found.min()) >= 0
         distinct = found if is_known and int(np.bincount(found).max()) == 1 else None
         self._remembered.append((layout, distinct))
         return distinct
 
+    def _shared_numbers(self, layout: _Layout, sample: pa.RecordBatch) -> _Integers | None:
+        """Returns the numbers of a layout as ranks share them; None where this rank goes its own way."""
+        before, self._state = self._state, None
+        if self._shared is None or before is None or self._num_shared == _MAX_SHARED_LAYOUTS:
+            return None
+        self._num_shared += 1
+        known = self._shared.find(before, layout)
+        if known is None:
+            numbers = self.index.number(sample)
+            self._state = self._shared.add(before, layout, self.index, numbers)
+        else:
+            self._state, self.index, numbers = known
+        return numbers
 
-def _key_columns(batch: pa.RecordBatch) -> _Layout:
-    """Returns the key columns of a batch; nothing is copied."""
+
+def _layout(batch: pa.RecordBatch) -> _Layout:
+    """Returns the keys of a batch; nothing is copied."""
     columns: list[npt.NDArray[np.generic]] = []
     dictionaries: list[pa.Array | None] = []
     for name in KEY_COLUMNS:
@@ -186,7 +257,7 @@ def _key_columns(batch: pa.RecordBatch) -> _Layout:
     return _Layout(tuple(columns), tuple(dictionaries))
 
 
-def _stretches(ids: _Integers, keys: _Layout) -> Iterator[tuple[int, int, int]]:
+def _stretches(ids: _Integers, keys: KeyColumns) -> Iterator[tuple[int, int, int]]:
     """Yields first row, rows, and samples of equal layout; no sample where the rows are no matrix."""
     if len(ids) == 0:
         return
@@ -206,6 +277,6 @@ def _stretches(ids: _Integers, keys: _Layout) -> Iterator[tuple[int, int, int]]:
             yield start, stop - start, 0
             continue
         # Late gradients of some samples may be as many rows as the outputs of the next ones.
-        pieces = [0, *changes.tolist(), samples]
+        pieces = [0, *changes, samples]
         for first, last in pairwise(pieces):
             yield start + first * length, (last - first) * length, last - first

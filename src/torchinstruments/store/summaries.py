@@ -170,6 +170,7 @@ class _Edge:
         self.timestamp_us: _Integers = np.zeros(0, np.int64)
         self.value: _Floats = np.zeros(0)
         self.reason: _Texts = np.zeros(0, np.object_)
+        self._has_reasons = False
 
     def reserve(self, size: int) -> None:
         self.sample_id = _extended(self.sample_id, size, 0)
@@ -188,7 +189,13 @@ class _Edge:
         self.sample_id[series] = ids
         self.timestamp_us[series] = times
         self.value[series] = values
-        self.reason[series] = reasons
+        if self._has_reasons or not isinstance(reasons, str):
+            self._has_reasons = True
+            self.reason[series] = reasons
+
+    def points(self, order: _Integers) -> Points:
+        reasons = tuple(self.reason[order].tolist()) if self._has_reasons else ("",) * len(order)
+        return Points(self.sample_id[order], self.timestamp_us[order], self.value[order], reasons)
 
 
 class _Latest:
@@ -202,6 +209,10 @@ class _Latest:
         self._codes = _extended(self._codes, size, 0)
 
     def put(self, series: _Integers | slice, column: pa.Array, places: _Integers | slice) -> None:
+        if pa.types.is_dictionary(column.type) and len(column.dictionary) == 1:
+            text = str(column.dictionary[0])
+            self._codes[series] = self._numbers.setdefault(text, len(self._numbers))
+            return
         positions, texts = codes_of(column)
         codes = np.array([self._numbers.setdefault(text, len(self._numbers)) for text in texts], np.int32)
         self._codes[series] = codes[positions[places]]
@@ -281,8 +292,8 @@ class SummaryBuilder:
             keys=keys,
             observations=self._observations[order],
             unavailable_observations=self._observations[order] - valid,
-            first=_edge_points(self._first, order),
-            latest=_edge_points(self._latest, order),
+            first=self._first.points(order),
+            latest=self._latest.points(order),
             minimum=_extremum_points(self._minimum, order, valid, sign=1.0),
             maximum=_extremum_points(self._maximum, order, valid, sign=-1.0),
             previous_window=_ordered(self._windows.previous(num), order),
@@ -401,21 +412,16 @@ def _reasons(column: pa.Array, places: _Integers | slice, values: _Floats) -> _T
     return np.where(missing, found, "")
 
 
-def _edge_points(edge: _Edge, order: _Integers) -> Points:
-    return Points(
-        edge.sample_id[order], edge.timestamp_us[order], edge.value[order], tuple(edge.reason[order].tolist())
-    )
-
-
 def _extremum_points(extremum: _Extremum, order: _Integers, valid: _Integers, *, sign: float) -> Points:
     there = valid > 0
-    reasons = np.full(len(order), "", np.object_)
-    reasons[~there] = NO_VALID_OBSERVATIONS
+    reasons = ("",) * len(order)
+    if not bool(there.all()):
+        reasons = tuple("" if one else NO_VALID_OBSERVATIONS for one in there.tolist())
     return Points(
         sample_id=np.where(there, extremum.sample_id[order], -1),
         timestamp_us=np.where(there, extremum.timestamp_us[order], 0),
         value=np.where(there, sign * extremum.value[order], np.nan),
-        reason=tuple(reasons.tolist()),
+        reason=reasons,
     )
 
 

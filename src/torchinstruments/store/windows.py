@@ -226,26 +226,33 @@ class WindowRing:
             count = self._count[:num_series]
             longest = int(count.max(initial=0))
             is_even = bool((count == longest).all())
-            for offset in self._offsets(num_series, back):
-                if is_even:
-                    value = self._values[(longest - back + offset) % self._places, :num_series]
-                    observations += 1
-                    if not bool(np.isnan(value).any()):
-                        valid += 1
-                        total += value
-                        continue
-                    there = np.ones(num_series, np.bool_)
-                else:
+            offsets = self._offsets(num_series, back)
+            if is_even:
+                total = self._sum(num_series, longest - back, offsets)
+            # A missing value shows in a sum of all.
+            if is_even and not bool(np.isnan(total).any()):
+                observations += len(offsets)
+                valid += len(offsets)
+            else:
+                total = np.zeros(num_series, np.float64)
+                for offset in offsets:
                     there, value = self._place(num_series, back - offset)
                     observations += there
-                has_value = there & ~np.isnan(value)
-                valid += has_value
-                total += np.where(has_value, value, 0.0)
+                    has_value = there & ~np.isnan(value)
+                    valid += has_value
+                    total += np.where(has_value, value, 0.0)
             mean = np.where(valid > 0, total / np.maximum(valid, 1), np.nan)
             overflown = (valid > 0) & ~np.isfinite(mean)
             if bool(overflown.any()):
                 mean = np.where(overflown, self._careful_mean(num_series, back, valid), mean)
         return Windows(observations, valid, mean)
+
+    def _sum(self, num_series: int, first: int, offsets: range) -> npt.NDArray[np.float64]:
+        """Returns the sum of some rows, where every series has its row at the same place."""
+        total = np.zeros(num_series, np.float64)
+        for offset in offsets:
+            total += self._values[(first + offset) % self._places, :num_series]
+        return total
 
     def _careful_mean(
         self, num_series: int, back: int, valid: npt.NDArray[np.int64]
@@ -266,5 +273,8 @@ class WindowRing:
     def _place(self, num_series: int, back: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
         position = self._count[:num_series] - back
         there = position >= 0
+        first = int(position[0]) if num_series else 0
+        if first >= 0 and bool((position == first).all()):
+            return there, self._values[first % self._places, :num_series]
         slots = np.where(there, position % self._places, 0)
         return there, self._values[slots, np.arange(num_series)]

@@ -143,6 +143,20 @@ def test_ranks_with_one_layout_share_their_keys() -> None:
     assert as_grids([batch_of(rows)], 2, shared)[0].keys is first.keys
 
 
+def test_ranks_share_the_layouts_that_follow() -> None:
+    """A later layout is shared by ranks that met the same ones before it, and by no others."""
+    shared = SharedLayouts()
+    parts = [batch_of([(sample, one, 1.0, None) for one in of]) for sample, of in enumerate(([0, 1], [3, 2]))]
+    first, second = (as_grids(parts, 2, shared)[0] for _ in range(2))
+    assert second.keys is first.keys
+    assert same(first, row_by_row(parts, 2))
+    turned = [parts[1], parts[0]]
+    other, again = (as_grids(turned, 2, shared)[0] for _ in range(2))
+    assert other.keys is not first.keys
+    assert again.keys is other.keys
+    assert same(other, row_by_row(turned, 2))
+
+
 def test_what_is_shared_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many layouts the last ones are kept, up to a number of series; other threads may ask meanwhile."""
     monkeypatch.setattr(sample_grids, "_MAX_SHARED_SERIES", 5)
