@@ -24,7 +24,7 @@ from torchinstruments.observe.sharding import parts_at_rest
 from torchinstruments.observe.tensors import PARAMETER, named_tensors
 from torchinstruments.ranks.replicas import ReplicaKeys
 from torchinstruments.records import Absent, FingerprintRecord, Position
-from torchinstruments.statistics.admission import COMPLEX, admit
+from torchinstruments.statistics.admission import COMPLEX, admit, is_readable
 from torchinstruments.statistics.digests import Digester, unsigned
 from torchinstruments.statistics.isolation import functions_off, isolated
 from torchinstruments.statistics.transfer import DeviceNumbers
@@ -32,7 +32,8 @@ from torchinstruments.statistics.transfer import DeviceNumbers
 __all__ = ["Fingerprinter", "Fingerprints"]
 
 _PROBE = "fingerprint"
-_HOST = frozenset({"cpu"})
+_HOST = torch.device("cpu")
+_ON_HOST = frozenset({"cpu"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +49,19 @@ class _OnDevice:
     where: int
 
 
-@dataclass(slots=True)
-class _Row:
-    """A row of ``fingerprints`` without its attempt; see `FingerprintRecord`. The digest comes last."""
-
-    tensor: str
-    kind: str
-    replica_key: str
-    shape: tuple[int, ...]
-    dtype: str
-    digest: int | _OnDevice | None = None
+_Row = tuple[str, str, str, torch.Size, torch.dtype]
+"""A row of ``fingerprints`` without its attempt and its digest; see `FingerprintRecord`."""
 
 
 class _Found:
     """What has a fingerprint: rows in the order of the model, and those of each device with their tensors."""
 
-    __slots__ = ("of_devices", "rows")
+    __slots__ = ("digests", "of_devices", "rows")
 
     def __init__(self) -> None:
         self.rows: list[_Row] = []
-        self.of_devices: dict[torch.device, tuple[list[_Row], list[torch.Tensor]]] = {}
+        self.digests: list[int | _OnDevice | None] = []
+        self.of_devices: dict[torch.device, tuple[list[int], list[torch.Tensor]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +70,11 @@ class Fingerprints:
 
     Attributes:
         attempt: Which.
-        rows: In the order of the model.
+        rows: In the order of the model, each with its digest.
     """
 
     attempt: int
-    rows: tuple[_Row, ...]
+    rows: Sequence[tuple[_Row, int | _OnDevice]]
 
     @property
     def num_rows(self) -> int:
@@ -96,15 +90,9 @@ class Fingerprints:
         return tuple(
             [
                 FingerprintRecord(
-                    self.attempt,
-                    row.tensor,
-                    row.kind,
-                    row.replica_key,
-                    row.shape,
-                    row.dtype,
-                    _read(row.digest),
+                    self.attempt, tensor, kind, key, tuple(shape), _name_of(dtype), _read(digest)
                 )
-                for row in self.rows
+                for (tensor, kind, key, shape, dtype), digest in self.rows
             ]
         )
 
@@ -161,56 +149,66 @@ class Fingerprinter:
                     self._find(name, kind, part, keys, found)
             except Exception as error:  # noqa: BLE001 - nothing may leave a hook
                 self._faults.report(_PROBE, "", error)
-            for device, (rows, tensors) in found.of_devices.items():
+            for device, (places, tensors) in found.of_devices.items():
                 try:
-                    self._digest(device, rows, tensors)
+                    self._digest(device, places, tensors, found)
                 except Exception as error:  # noqa: BLE001 - whatever a device did; the rows say so when read
                     self._faults.report(_PROBE, "", error)
-        return Fingerprints(attempt, tuple([row for row in found.rows if row.digest is not None]))
+        return Fingerprints(
+            attempt,
+            [
+                (row, digest)
+                for row, digest in zip(found.rows, found.digests, strict=True)
+                if digest is not None
+            ],
+        )
 
     def _find(self, name: str, kind: str, part: torch.Tensor, keys: ReplicaKeys, found: _Found) -> None:
         """Adds the row of one tensor and what is to be digested of it, or tells why there is none."""
         try:
-            if type(part) is not nn.Parameter and is_lazy(part):
-                self._leave_out(name, "its shape is not known yet")
-                return
-            admitted = admit(part, COMPLEX)
-            if isinstance(admitted, Absent):
-                self._leave_out(name, admitted.reason)
-                return
-            local, _ = admitted
-            key = keys.of(part) if kind == PARAMETER else ""
-            row = _Row(name, kind, key, tuple(local.shape), _name_of(local.dtype))
+            local = part
+            if not is_readable(part):
+                if is_lazy(part):
+                    self._leave_out(name, "its shape is not known yet")
+                    return
+                admitted = admit(part, COMPLEX)
+                if isinstance(admitted, Absent):
+                    self._leave_out(name, admitted.reason)
+                    return
+                local, _ = admitted
+            row = (name, kind, keys.of(part) if kind == PARAMETER else "", local.shape, local.dtype)
+            device = _HOST if local.is_cpu else local.device
         except Exception as error:  # noqa: BLE001 - one tensor's failure is its own
             self._faults.report(_PROBE, name, error)
             return
-        found.rows.append(row)
-        device = local.device
         of_device = found.of_devices.get(device)
         if of_device is None:
-            found.of_devices[device] = ([row], [local])
-        else:
-            of_device[0].append(row)
-            of_device[1].append(local)
+            of_device = found.of_devices[device] = ([], [])
+        of_device[0].append(len(found.rows))
+        of_device[1].append(local)
+        found.rows.append(row)
+        found.digests.append(None)
 
-    def _digest(self, device: torch.device, rows: Sequence[_Row], tensors: Sequence[torch.Tensor]) -> None:
+    def _digest(
+        self, device: torch.device, places: Sequence[int], tensors: Sequence[torch.Tensor], found: _Found
+    ) -> None:
         """Gives rows of one device the digests of their tensors, or where these will be."""
-        if device.type in _HOST:
-            for places, digests in self._digester.several_on_host(tensors):
+        if device.type in _ON_HOST:
+            for which, digests in self._digester.several_on_host(tensors):
                 if isinstance(digests, Exception):
-                    self._faults.report(_PROBE, rows[places[0]].tensor, digests)
+                    self._faults.report(_PROBE, found.rows[places[which[0]]][0], digests)
                 else:
-                    for place, digest in zip(places, digests, strict=True):
-                        rows[place].digest = digest
+                    for one, digest in zip(which, digests, strict=True):
+                        found.digests[places[one]] = digest
             return
         numbers = DeviceNumbers(device, torch.int64)
         try:
-            for places, on_it in self._digester.several_on_device(tensors):
+            for which, on_it in self._digester.several_on_device(tensors):
                 if isinstance(on_it, Exception):
-                    self._faults.report(_PROBE, rows[places[0]].tensor, on_it)
+                    self._faults.report(_PROBE, found.rows[places[which[0]]][0], on_it)
                 else:
-                    for where, place in enumerate(places, numbers.add(on_it).start):
-                        rows[place].digest = _OnDevice(numbers, where)
+                    for where, one in enumerate(which, numbers.add(on_it).start):
+                        found.digests[places[one]] = _OnDevice(numbers, where)
         finally:
             numbers.send()
 
@@ -221,11 +219,10 @@ class Fingerprinter:
             self._faults.notice(_PROBE, name, f"{name} has no fingerprint: {reason}")
 
 
-def _read(digest: int | _OnDevice | None) -> int:
+def _read(digest: int | _OnDevice) -> int:
     """Returns a digest, waiting for it where it is on a device (writer thread)."""
     if isinstance(digest, int):
         return digest
-    assert digest is not None
     return unsigned(int(digest.numbers.read(slice(digest.where, digest.where + 1))[0]))
 
 

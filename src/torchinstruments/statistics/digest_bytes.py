@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch._utils import _flatten_dense_tensors
 
 from torchinstruments.statistics.admission import COMPLEX
 from torchinstruments.statistics.digest_sums import BLOCK_WORDS, WORD_BYTES
@@ -12,7 +11,7 @@ from torchinstruments.statistics.pieces import flat_pieces
 __all__ = ["BLOCK_BYTES", "byte_pieces", "padded_rows", "small_groups"]
 
 BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
-# Each is an entry of its own for `_flatten_dense_tensors`, which need not be so for their bytes.
+# Each is an entry of its own for `torch.stack`, which need not be so for their bytes.
 _ALONE = COMPLEX | {torch.bool}
 _BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -55,34 +54,36 @@ def small_groups(tensors: Sequence[torch.Tensor], small_bytes: int, group_bytes:
 
     Args:
         tensors: Plain strided tensors of one device.
-        small_bytes: Up to which they are read together with others of their size and dtype.
+        small_bytes: Up to which they are read together with others of their shape and dtype.
         group_bytes: Memory that the rows of one group may take.
     """
-    groups: dict[tuple[torch.dtype, int], list[int]] = {}
+    groups: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
     for place, tensor in enumerate(tensors):
         num_bytes = tensor.nbytes
         dtype = tensor.dtype
         if num_bytes > small_bytes or num_bytes == 0 or dtype in _ALONE:
             yield [place]
             continue
-        group = groups.setdefault((dtype, num_bytes), [])
+        kind = (dtype, tensor.shape)
+        group = groups.get(kind)
+        if group is None:
+            groups[kind] = group = list[int]()
         group.append(place)
         if (len(group) + 1) * (num_bytes + 2 * WORD_BYTES) > group_bytes:
-            yield groups.pop((dtype, num_bytes))
+            yield groups.pop(kind)
     yield from groups.values()
 
 
 def padded_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the words of small tensors, a row each, the last word filled with zeros and an empty one.
+    """Returns the words of small tensors, a row each, the last word filled with zeros.
 
     Args:
         tensors: Of one group.
     """
-    # In one call from Python, where each call costs as much as the bytes. It moves entries, and changes none.
-    flat: torch.Tensor = _flatten_dense_tensors(tensors)
-    rows = flat.view(torch.uint8).view(len(tensors), -1)
-    num_bytes = rows.shape[1]
-    return torch.constant_pad_nd(rows, (0, WORD_BYTES + -num_bytes % WORD_BYTES)).view(torch.int64)
+    # It moves entries, and changes none.
+    rows = torch.stack(list(tensors)).view(len(tensors), -1).view(torch.uint8)
+    num_missing = -rows.shape[1] % WORD_BYTES
+    return (torch.constant_pad_nd(rows, (0, num_missing)) if num_missing else rows).view(torch.int64)
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from torchinstruments.statistics.digest_bytes import (
 from torchinstruments.statistics.digest_sums import (
     BLOCK_WORDS,
     HALF_WORDS,
+    WHOLE_WORDS,
     WORD_BYTES,
     HostSums,
     Words,
@@ -32,7 +33,7 @@ from torchinstruments.statistics.digest_sums import (
     multipliers,
     weights,
 )
-from torchinstruments.statistics.host_memory import as_bytes
+from torchinstruments.statistics.host_memory import as_bytes, as_words
 from torchinstruments.statistics.measuring import MAX_SCRATCH_BYTES
 
 __all__ = ["Digester", "unsigned"]
@@ -44,7 +45,7 @@ _NUM_MULTIPLIERS = 16_384
 _ALL_64 = 0xFFFF_FFFF_FFFF_FFFF
 # On a device a piece needs its products, and while it is gathered the pieces that it is gathered from.
 _COPIES_EACH = 4
-SMALL_BYTES = 8192
+SMALL_BYTES = WHOLE_WORDS * WORD_BYTES
 """Tensors up to this are read together on the host: beyond it the copy costs more than a call for each."""
 SMALL_BYTES_ON_DEVICE = HALF_WORDS * WORD_BYTES
 """The same on a device, where a call costs more and a copy less."""
@@ -80,10 +81,10 @@ class Digester:
         """
         sums = self._taken_sums()
         total, block = 0, 0
-        num_bytes = tensor.nbytes
-        if num_bytes <= BLOCK_BYTES and num_bytes % WORD_BYTES == 0 and tensor.is_contiguous():
+        num_words, num_over = divmod(tensor.nbytes, WORD_BYTES)
+        if num_words <= BLOCK_WORDS and not num_over and tensor.is_contiguous():
             # Models have hundreds of these, each of which costs what is done around the numbers.
-            words: Words = as_bytes(tensor).view(np.uint64)
+            words = as_words(tensor, num_words)
             if words.flags.aligned and not tensor.is_conj():
                 total = sums.of_block(words) * self._host_multiplier(0)
                 self._spare_sums.append(sums)
@@ -157,7 +158,7 @@ class Digester:
         """Returns the digests of small tensors of one group."""
         rows = padded_rows(tensors)
         sums = self._taken_sums()
-        of_rows = sums.of_rows(as_bytes(rows).view(np.uint64).reshape(rows.shape))
+        of_rows = sums.of_rows(as_words(rows, rows.numel()).reshape(rows.shape))
         self._spare_sums.append(sums)
         digests: list[int] = np.multiply(of_rows, np.uint64(self._host_multiplier(0))).tolist()
         return digests

@@ -196,7 +196,7 @@ def test_what_has_no_bytes_to_read_is_left_out_and_told_once():
     told: list[ErrorRecord] = []
     fingerprinter = Fingerprinter(Faults(ErrorPolicy.IGNORE, told.append))
     for attempt in range(2):
-        assert [row.tensor for row in fingerprinter.take(model, attempt).rows] == ["2.weight"]
+        assert [row.tensor for row in fingerprinter.take(model, attempt).resolve()] == ["2.weight"]
     assert [(error.probe, error.message) for error in told] == [
         ("fingerprint", "adjacency has no fingerprint: unsupported_layout: sparse_coo"),
         ("fingerprint", "0.weight has no fingerprint: meta_tensor"),
@@ -254,7 +254,7 @@ def test_tensors_that_cannot_be_read_together_are_read_alone(monkeypatch: pytest
     for way in ("_rows_on_host", "_rows_on_device"):
         monkeypatch.setattr(digests.Digester, way, fails)
     for host in (frozenset({"cpu"}), frozenset()):
-        monkeypatch.setattr(fingerprints, "_HOST", host)
+        monkeypatch.setattr(fingerprints, "_ON_HOST", host)
         assert take(model) == (expected, [])
 
 
@@ -263,7 +263,7 @@ def test_digests_of_a_device_come_without_sign_and_in_their_places(monkeypatch: 
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     expected, _ = take(model)
 
-    monkeypatch.setattr(fingerprints, "_HOST", frozenset())
+    monkeypatch.setattr(fingerprints, "_ON_HOST", frozenset())
     rows, told = take(model)
     assert told == []
     assert rows == expected

@@ -9,7 +9,7 @@ from torchinstruments.observe.tensors import BUFFER, PARAMETER, named_tensors
 
 def names(model: nn.Module) -> list[tuple[str, str]]:
     """Returns kind and name of each tensor."""
-    return [(named.kind, named.name) for named in named_tensors(model)]
+    return [(kind, name) for name, kind, _ in named_tensors(model)]
 
 
 def test_names_are_those_of_the_model() -> None:
