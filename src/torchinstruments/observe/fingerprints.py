@@ -11,6 +11,7 @@ ranks compares those with equal keys.
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.sharding import parts_at_rest
-from torchinstruments.observe.tensors import PARAMETER, named_tensors
+from torchinstruments.observe.tensors import PARAMETER, TensorNames
 from torchinstruments.ranks.replicas import ReplicaKeys
 from torchinstruments.records import Absent, FingerprintRecord, Position
 from torchinstruments.statistics.admission import COMPLEX, admit, is_readable
@@ -56,12 +57,32 @@ _Row = tuple[str, str, str, torch.Size, torch.dtype]
 class _Found:
     """What has a fingerprint: rows in the order of the model, and those of each device with their tensors."""
 
-    __slots__ = ("digests", "of_devices", "rows")
+    __slots__ = ("_on_host", "digests", "of_devices", "rows")
 
     def __init__(self) -> None:
         self.rows: list[_Row] = []
         self.digests: list[int | _OnDevice | None] = []
-        self.of_devices: dict[torch.device, tuple[list[int], list[torch.Tensor]]] = {}
+        self.of_devices: defaultdict[torch.device, tuple[list[int], list[torch.Tensor]]]
+        self.of_devices = defaultdict(lambda: ([], []))
+        # To ask for the device itself costs more.
+        self._on_host = self.of_devices[_HOST]
+
+    def add(self, row: _Row, tensor: torch.Tensor) -> None:
+        """Adds a row and its tensor."""
+        places, tensors = self._on_host if tensor.is_cpu else self.of_devices[tensor.device]
+        places.append(len(self.rows))
+        tensors.append(tensor)
+        self.rows.append(row)
+        self.digests.append(None)
+
+    def finished(self) -> tuple[Sequence[_Row], Sequence[int | _OnDevice]]:
+        """Returns the rows that have a digest, and the digests."""
+        digests = [digest for digest in self.digests if digest is not None]
+        if len(digests) == len(self.rows):
+            return self.rows, digests
+        return [
+            row for row, digest in zip(self.rows, self.digests, strict=True) if digest is not None
+        ], digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +91,13 @@ class Fingerprints:
 
     Attributes:
         attempt: Which.
-        rows: In the order of the model, each with its digest.
+        rows: In the order of the model.
+        digests: Of each row.
     """
 
     attempt: int
-    rows: Sequence[tuple[_Row, int | _OnDevice]]
+    rows: Sequence[_Row]
+    digests: Sequence[int | _OnDevice]
 
     @property
     def num_rows(self) -> int:
@@ -92,7 +115,7 @@ class Fingerprints:
                 FingerprintRecord(
                     self.attempt, tensor, kind, key, tuple(shape), _name_of(dtype), _read(digest)
                 )
-                for (tensor, kind, key, shape, dtype), digest in self.rows
+                for (tensor, kind, key, shape, dtype), digest in zip(self.rows, self.digests, strict=True)
             ]
         )
 
@@ -107,6 +130,7 @@ class Fingerprinter:
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
         self._digester = Digester()
+        self._names = TensorNames()
         self._last_attempt = -1
         self._left_out: set[tuple[str, str]] = set()
         self._lock = threading.RLock()
@@ -142,11 +166,7 @@ class Fingerprinter:
         found = _Found()
         with functions_off(), isolated("cpu"):
             try:
-                keys = ReplicaKeys(model)
-                at_rest = parts_at_rest(model)
-                for name, kind, tensor in named_tensors(model):
-                    part = at_rest.get(id(tensor), tensor) if at_rest else tensor
-                    self._find(name, kind, part, keys, found)
+                self._find(model, found)
             except Exception as error:  # noqa: BLE001 - nothing may leave a hook
                 self._faults.report(_PROBE, "", error)
             for device, (places, tensors) in found.of_devices.items():
@@ -154,52 +174,51 @@ class Fingerprinter:
                     self._digest(device, places, tensors, found)
                 except Exception as error:  # noqa: BLE001 - whatever a device did; the rows say so when read
                     self._faults.report(_PROBE, "", error)
-        return Fingerprints(
-            attempt,
-            [
-                (row, digest)
-                for row, digest in zip(found.rows, found.digests, strict=True)
-                if digest is not None
-            ],
-        )
+        return Fingerprints(attempt, *found.finished())
 
-    def _find(self, name: str, kind: str, part: torch.Tensor, keys: ReplicaKeys, found: _Found) -> None:
-        """Adds the row of one tensor and what is to be digested of it, or tells why there is none."""
-        try:
-            local = part
-            if not is_readable(part):
-                if is_lazy(part):
-                    self._leave_out(name, "its shape is not known yet")
-                    return
-                admitted = admit(part, COMPLEX)
-                if isinstance(admitted, Absent):
-                    self._leave_out(name, admitted.reason)
-                    return
-                local, _ = admitted
-            row = (name, kind, keys.of(part) if kind == PARAMETER else "", local.shape, local.dtype)
-            device = _HOST if local.is_cpu else local.device
-        except Exception as error:  # noqa: BLE001 - one tensor's failure is its own
-            self._faults.report(_PROBE, name, error)
-            return
-        of_device = found.of_devices.get(device)
-        if of_device is None:
-            of_device = found.of_devices[device] = ([], [])
-        of_device[0].append(len(found.rows))
-        of_device[1].append(local)
-        found.rows.append(row)
-        found.digests.append(None)
+    def _find(self, model: nn.Module, found: _Found) -> None:
+        """Adds the rows of a model, and what is to be digested for them."""
+        named, tensors, modules = self._names.of(model)
+        keys = ReplicaKeys(modules)
+        at_rest = parts_at_rest(model)
+        for name, kind, place in named:
+            part = tensors[place]
+            if part is None:
+                continue
+            if at_rest:
+                part = at_rest.get(id(part), part)
+            try:
+                local = part if is_readable(part) else self._admitted(name, part)
+                if local is not None:
+                    key = keys.of(part) if kind == PARAMETER else ""
+                    found.add((name, kind, key, local.shape, local.dtype), local)
+            except Exception as error:  # noqa: BLE001 - one tensor's failure is its own
+                self._faults.report(_PROBE, name, error)
+
+    def _admitted(self, name: str, part: torch.Tensor) -> torch.Tensor | None:
+        """Returns what is to be digested of a tensor; None, and tells why, where there is nothing."""
+        if is_lazy(part):
+            self._leave_out(name, "its shape is not known yet")
+            return None
+        admitted = admit(part, COMPLEX)
+        if isinstance(admitted, Absent):
+            self._leave_out(name, admitted.reason)
+            return None
+        return admitted[0]
 
     def _digest(
         self, device: torch.device, places: Sequence[int], tensors: Sequence[torch.Tensor], found: _Found
     ) -> None:
         """Gives rows of one device the digests of their tensors, or where these will be."""
         if device.type in _ON_HOST:
-            for which, digests in self._digester.several_on_host(tensors):
-                if isinstance(digests, Exception):
-                    self._faults.report(_PROBE, found.rows[places[which[0]]][0], digests)
-                else:
-                    for one, digest in zip(which, digests, strict=True):
-                        found.digests[places[one]] = digest
+            digests, failures = self._digester.several_on_host(tensors)
+            for one, error in failures:
+                self._faults.report(_PROBE, found.rows[places[one]][0], error)
+            if len(digests) == len(found.rows):
+                found.digests[:] = digests
+            else:
+                for place, digest in zip(places, digests, strict=True):
+                    found.digests[place] = digest
             return
         numbers = DeviceNumbers(device, torch.int64)
         try:

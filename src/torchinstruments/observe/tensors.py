@@ -1,6 +1,7 @@
 """The parameters and buffers of a model under the names that they have without wrappers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -8,10 +9,91 @@ from torch import nn
 from torchinstruments.observe.wrappers import child_of_kind
 from torchinstruments.records import storable
 
-__all__ = ["BUFFER", "PARAMETER", "named_tensors"]
+__all__ = ["BUFFER", "PARAMETER", "NamedTensors", "TensorNames", "named_tensors"]
 
 PARAMETER = "parameter"
 BUFFER = "buffer"
+
+
+_Form = tuple[list[tuple[int, int, int, str | None]], list[str], list[int], list[int]]
+"""All that names depend on: how many parameters, buffers and children each module has, and which child it
+wraps; how these are called; which children are the same, and which tensors. It has the ids of objects, of
+which it only matters which are equal, and not what they belong to."""
+
+
+class NamedTensors(NamedTuple):
+    """The tensors of a model at one moment.
+
+    Attributes:
+        named: In the order of the model each tensor's name and kind, and its place among the tensors.
+        tensors: As often as each is registered, and None for a name without one.
+        modules: Each once.
+    """
+
+    named: Sequence[tuple[str, str, int]]
+    tensors: Sequence[torch.Tensor | None]
+    modules: Sequence[nn.Module]
+
+
+class TensorNames:
+    """The names of a model's tensors, which are made anew only where its modules are not as they were.
+
+    To look whether they are costs a third of what it takes to make them. It keeps no module and no tensor.
+    """
+
+    __slots__ = ("_form", "_named")
+
+    def __init__(self) -> None:
+        self._form: _Form | None = None
+        self._named: list[tuple[str, str, int]] = []
+
+    def of(self, root: nn.Module) -> "NamedTensors":
+        """Returns what `named_tensors` yields (training thread, hot path).
+
+        Args:
+            root: The attached model, wrapped or not.
+        """
+        modules, tensors, form = _read(root)
+        if form != self._form:
+            places = {id(tensor): place for place, tensor in enumerate(tensors)}
+            self._named = [(name, kind, places[id(tensor)]) for name, kind, tensor in named_tensors(root)]
+            self._form = form
+        return NamedTensors(self._named, tensors, modules)
+
+
+def _read(root: nn.Module) -> tuple[list[nn.Module], list[torch.Tensor | None], _Form]:
+    """Returns the modules and the tensors of a model, breadth first, and its form."""
+    modules = [root]
+    seen = {id(root)}
+    tensors: list[torch.Tensor | None] = []
+    counts: list[tuple[int, int, int, str | None]] = []
+    names: list[str] = []
+    ids_of_children: list[int] = []
+    wrapped_by: dict[type[nn.Module], str | None] = {}
+    # It grows while it is read.
+    for module in modules:
+        parameters, buffers, children = module._parameters, module._buffers, module._modules  # noqa: SLF001
+        wrapped = None
+        if parameters:
+            names += parameters
+            tensors += parameters.values()
+        if buffers:
+            names += buffers
+            tensors += buffers.values()
+        if children:
+            kind = type(module)
+            if kind not in wrapped_by:
+                wrapped_by[kind] = child_of_kind(kind)
+            wrapped = wrapped_by[kind]
+            names += children
+            for child in children.values():
+                key = id(child)
+                ids_of_children.append(key)
+                if key not in seen and child is not None:
+                    seen.add(key)
+                    modules.append(child)
+        counts.append((len(parameters), len(buffers), len(children), wrapped))
+    return modules, tensors, (counts, names, ids_of_children, list(map(id, tensors)))
 
 
 def named_tensors(root: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:

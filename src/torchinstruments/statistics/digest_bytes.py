@@ -8,7 +8,7 @@ from torchinstruments.statistics.admission import COMPLEX
 from torchinstruments.statistics.digest_sums import BLOCK_WORDS, WORD_BYTES
 from torchinstruments.statistics.pieces import flat_pieces
 
-__all__ = ["BLOCK_BYTES", "byte_pieces", "padded_rows", "small_groups"]
+__all__ = ["BLOCK_BYTES", "byte_pieces", "joined_words", "padded_rows", "small_groups"]
 
 BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
 # Each is an entry of its own for `torch.stack`, which need not be so for their bytes.
@@ -49,28 +49,38 @@ def byte_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[torch.Tensor
         yield _joined(held)
 
 
-def small_groups(tensors: Sequence[torch.Tensor], small_bytes: int, group_bytes: int) -> Iterator[list[int]]:
+def small_groups(
+    tensors: Sequence[torch.Tensor], small_bytes: int, group_bytes: int, *, of_one_shape: bool
+) -> Iterator[list[int]]:
     """Yields the places of tensors that are to be read together, and of each other one by itself.
 
     Args:
         tensors: Plain strided tensors of one device.
-        small_bytes: Up to which they are read together with others of their shape and dtype.
-        group_bytes: Memory that the rows of one group may take.
+        small_bytes: Up to which they are read together with others of their dtype.
+        group_bytes: Memory that the words of one group may take.
+        of_one_shape: Whether all of a group have the same shape, for `padded_rows`. Else flat ones of whole
+            words are together whatever their size, for `joined_words`.
     """
-    groups: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
+    groups: dict[tuple[torch.dtype, torch.Size | None], list[int]] = {}
+    bytes_left: dict[tuple[torch.dtype, torch.Size | None], int] = {}
     for place, tensor in enumerate(tensors):
         num_bytes = tensor.nbytes
-        dtype = tensor.dtype
-        if num_bytes > small_bytes or num_bytes == 0 or dtype in _ALONE:
+        if not 0 < num_bytes <= small_bytes or (dtype := tensor.dtype) in _ALONE:
             yield [place]
             continue
-        kind = (dtype, tensor.shape)
-        group = groups.get(kind)
-        if group is None:
-            groups[kind] = group = list[int]()
-        group.append(place)
-        if (len(group) + 1) * (num_bytes + 2 * WORD_BYTES) > group_bytes:
-            yield groups.pop(kind)
+        is_any_size = not of_one_shape and num_bytes % WORD_BYTES == 0 and tensor.dim() == 1
+        kind = (dtype, None if is_any_size else tensor.shape)
+        # A last word that is filled, and an empty one.
+        left = bytes_left.get(kind, 0) - num_bytes - 2 * WORD_BYTES
+        if left < 0:
+            full = groups.get(kind)
+            if full is not None:
+                yield full
+            groups[kind] = [place]
+            left = group_bytes - num_bytes - 2 * WORD_BYTES
+        else:
+            groups[kind].append(place)
+        bytes_left[kind] = left
     yield from groups.values()
 
 
@@ -78,12 +88,25 @@ def padded_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the words of small tensors, a row each, the last word filled with zeros.
 
     Args:
-        tensors: Of one group.
+        tensors: Of one shape and dtype.
     """
     # It moves entries, and changes none.
     rows = torch.stack(list(tensors)).view(len(tensors), -1).view(torch.uint8)
     num_missing = -rows.shape[1] % WORD_BYTES
     return (torch.constant_pad_nd(rows, (0, num_missing)) if num_missing else rows).view(torch.int64)
+
+
+def joined_words(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Returns the words of small tensors side by side, and how many each has.
+
+    Args:
+        tensors: Of a group that may be of several sizes.
+    """
+    if tensors[0].dim() == 1 and tensors[0].nbytes % WORD_BYTES == 0:
+        joined = torch.cat(list(tensors)).view(torch.int64)
+        return joined, tuple([tensor.nbytes // WORD_BYTES for tensor in tensors])
+    rows = padded_rows(tensors)
+    return rows, (rows.shape[1],) * len(tensors)
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,10 @@ _FACTOR_SECOND = 0xA076_1D64_78BD_642F
 _HOST_FACTORS = (np.array(_FACTOR_FIRST, np.uint64), np.array(_FACTOR_SECOND, np.uint64))
 _LINE_BYTES = 64
 _MAX_LENGTHS = 64
+_MAX_RUNS = 8
+# Asked for the sums from one place on, NumPy needs less time around the numbers than for a sum.
+_FROM_FIRST = np.zeros(1, np.intp)
+_HALF_WORD = np.array(32, np.uint64)
 _SEED_OF_WEIGHTS = 0
 _SEED_OF_MULTIPLIERS = 1 << 40
 _STRIDE = 0x9E37_79B9_7F4A_7C15
@@ -107,6 +111,7 @@ class HostSums:
         self._second_lanes: _Lanes = self._second.view(np.uint16)[_SKIPPED_SECOND:]
         self._lanes: _Lanes = self._mixed.view(np.uint16)
         self._views: dict[int, _Views] = {}
+        self._weights_of_runs: dict[tuple[int, ...], tuple[Words, Words, npt.NDArray[np.intp]]] = {}
 
     def of_block(self, words: Words) -> int:
         """Returns the sum of up to a block of words; modulo 2^64 only once it is reduced (hot path)."""
@@ -127,24 +132,43 @@ class HostSums:
         if bare is not None:
             np.copyto(*bare)
         np.multiply(mixed, weights_, mixed)
-        return int(np.add.reduce(mixed))
+        return int(np.add.reduceat(mixed, _FROM_FIRST)[0])
 
-    def of_rows(self, words: Words) -> Words:
-        """Returns the sum of each row (hot path).
+    def of_runs(self, words: Words, sizes: tuple[int, ...]) -> Words:
+        """Returns the sums of blocks that lie side by side (hot path).
 
         Args:
-            words: Rows of no second half, all together with a word more for each no more than a half.
+            words: Of all blocks, together no more than a half.
+            sizes: Words of each block, none of which has a second half.
         """
-        num_rows, num_words = words.shape
-        end = num_rows * (num_words + 1)
-        products = self._first[1 : end + 1].reshape(num_rows, -1)
-        np.multiply(words, _HOST_FACTORS[0], products[:, :num_words])
-        products[:, num_words] = 0
-        self._lanes[: end * _LANES] = self._first_lanes[: end * _LANES]
-        mixed = self._mixed[:end].reshape(num_rows, -1)
-        np.multiply(mixed, self._weights[: num_words + 1], mixed)
-        sums: Words = np.add.reduce(mixed, axis=1)
+        kept = self._weights_of_runs.get(sizes)
+        if kept is None:
+            kept = self._new_weights_of_runs(sizes)
+        weights_of_lower, weights_of_upper, starts = kept
+        # What of a product is moved into one word and into the next is weighted where it is, for there is no
+        # empty word between two blocks.
+        lower = self._first[1 : len(words) + 1]
+        upper = self._mixed[: len(words)]
+        np.multiply(words, _HOST_FACTORS[0], lower)
+        np.right_shift(lower, _HALF_WORD, upper)
+        np.left_shift(lower, _HALF_WORD, lower)
+        np.multiply(upper, weights_of_upper, upper)
+        np.multiply(lower, weights_of_lower, lower)
+        np.add(upper, lower, upper)
+        sums: Words = np.add.reduceat(upper, starts)
         return sums
+
+    def _new_weights_of_runs(self, sizes: tuple[int, ...]) -> tuple[Words, Words, npt.NDArray[np.intp]]:
+        """Returns the weights of lower and upper halves of products, and where blocks start; keeps them."""
+        kept = (
+            np.concatenate([self._weights[:size] for size in sizes]),
+            np.concatenate([self._weights[1 : size + 1] for size in sizes]),
+            np.cumsum([0, *sizes[:-1]], dtype=np.intp),
+        )
+        if len(self._weights_of_runs) >= _MAX_RUNS:
+            self._weights_of_runs.clear()
+        self._weights_of_runs[sizes] = kept
+        return kept
 
     def _new_views(self, num_words: int) -> _Views:
         """Returns the views for a length, and keeps them: each costs as much as some hundred words."""

@@ -64,7 +64,7 @@ def test_what_is_put_lies_in_the_folder_after_the_close(tmp_path: Path) -> None:
         delivery.put_sample(Resolved(sample))
     delivery.put_attempts([ClosedAttempt(attempt(0))])
     row = ("0.weight", "parameter", "", torch.Size([2]), torch.int8)
-    delivery.put_fingerprints(Fingerprints(0, ((row, 2**64 - 1),)))
+    delivery.put_fingerprints(Fingerprints(0, (row,), (2**64 - 1,)))
     delivery.put_error(ErrorRecord("reducer", "layer99", "ValueError", "odd"))
 
     delivery.start(run_record(), [directory_sink(tmp_path)])

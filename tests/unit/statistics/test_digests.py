@@ -282,16 +282,14 @@ EDGES = (
 
 def together(tensors: list[torch.Tensor], digester: Digester = WHOLE) -> list[int]:
     """Returns the digests of several tensors on the host, which have to be those that devices give."""
-    on_host: dict[int, int] = {}
-    for places, found in digester.several_on_host(tensors):
-        assert not isinstance(found, Exception)
-        on_host |= zip(places, found, strict=True)
+    on_host, failures = digester.several_on_host(tensors)
+    assert failures == []
     as_on_device: dict[int, int] = {}
     for places, there in digester.several_on_device(tensors):
         assert not isinstance(there, Exception)
         as_on_device |= zip(places, map(unsigned, there.reshape(-1).tolist()), strict=True)
-    assert on_host == as_on_device
-    return [on_host[place] for place in range(len(tensors))]
+    assert dict(enumerate(on_host)) == as_on_device
+    return [as_on_device[place] for place in range(len(tensors))]
 
 
 @pytest.mark.parametrize("digester", [WHOLE, SMALLEST], ids=["roomy", "narrow"])
@@ -335,9 +333,9 @@ def test_a_tensor_that_fails_among_others_fails_alone() -> None:
     """The others of its group are read one by one."""
     tensors = [torch.ones(3), torch.ones(3, device="meta"), torch.zeros(3)]
     digester = Digester()
-    found = {place: of_them for places, of_them in digester.several_on_host(tensors) for place in places}
-    assert isinstance(found.pop(1), ValueError)
-    assert found == {0: [digester.on_host(tensors[0])], 2: [0]}
+    found, failures = digester.several_on_host(tensors)
+    assert [(place, type(error)) for place, error in failures] == [(1, ValueError)]
+    assert found == [digester.on_host(tensors[0]), None, 0]
 
 
 def test_the_number_of_threads_has_no_part_in_it() -> None:
