@@ -70,10 +70,10 @@ class _Found:
     def add(self, row: _Row, tensor: torch.Tensor) -> None:
         """Adds a row and its tensor."""
         places, tensors = self._on_host if tensor.is_cpu else self.of_devices[tensor.device]
-        places.append(len(self.rows))
+        rows = self.rows
+        places.append(len(rows))
         tensors.append(tensor)
-        self.rows.append(row)
-        self.digests.append(None)
+        rows.append(row)
 
     def finished(self) -> tuple[Sequence[_Row], Sequence[int | _OnDevice]]:
         """Returns the rows that have a digest, and the digests."""
@@ -169,6 +169,7 @@ class Fingerprinter:
                 self._find(model, found)
             except Exception as error:  # noqa: BLE001 - nothing may leave a hook
                 self._faults.report(_PROBE, "", error)
+            found.digests = [None] * len(found.rows)
             for device, (places, tensors) in found.of_devices.items():
                 try:
                     self._digest(device, places, tensors, found)

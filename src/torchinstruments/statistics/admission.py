@@ -81,7 +81,9 @@ def is_readable(tensor: torch.Tensor) -> bool:
         and tensor.dtype in _BYTES
         and not tensor.is_meta
         and not tensor.is_neg()
-        and tensor.storage_offset() * tensor.itemsize + tensor.nbytes <= tensor.untyped_storage().nbytes()
+        # The offset of nearly all tensors is 0, and then need not be asked for in bytes.
+        and tensor.nbytes + ((first := tensor.storage_offset()) and first * tensor.itemsize)
+        <= tensor.untyped_storage().nbytes()
     )
 
 

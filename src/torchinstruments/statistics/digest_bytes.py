@@ -1,6 +1,7 @@
 """The bytes of tensors in logical order, as a digest reads them: in pieces, or of small tensors at once."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,6 +15,19 @@ BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
 # Each is an entry of its own for `torch.stack`, which need not be so for their bytes.
 _ALONE = COMPLEX | {torch.bool}
 _BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(slots=True)
+class _Group:
+    """Places of tensors that are read together.
+
+    Attributes:
+        places: In order.
+        bytes_left: Memory that further ones may take.
+    """
+
+    places: list[int]
+    bytes_left: int
 
 
 def byte_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[torch.Tensor]:
@@ -61,8 +75,7 @@ def small_groups(
         of_one_shape: Whether all of a group have the same shape, for `padded_rows`. Else flat ones of whole
             words are together whatever their size, for `joined_words`.
     """
-    groups: dict[tuple[torch.dtype, torch.Size | None], list[int]] = {}
-    bytes_left: dict[tuple[torch.dtype, torch.Size | None], int] = {}
+    groups: dict[tuple[torch.dtype, torch.Size | None], _Group] = {}
     for place, tensor in enumerate(tensors):
         num_bytes = tensor.nbytes
         if not 0 < num_bytes <= small_bytes or (dtype := tensor.dtype) in _ALONE:
@@ -71,17 +84,17 @@ def small_groups(
         is_any_size = not of_one_shape and num_bytes % WORD_BYTES == 0 and tensor.dim() == 1
         kind = (dtype, None if is_any_size else tensor.shape)
         # A last word that is filled, and an empty one.
-        left = bytes_left.get(kind, 0) - num_bytes - 2 * WORD_BYTES
-        if left < 0:
-            full = groups.get(kind)
-            if full is not None:
-                yield full
-            groups[kind] = [place]
-            left = group_bytes - num_bytes - 2 * WORD_BYTES
-        else:
-            groups[kind].append(place)
-        bytes_left[kind] = left
-    yield from groups.values()
+        needed = num_bytes + 2 * WORD_BYTES
+        group = groups.get(kind)
+        if group is None:
+            groups[kind] = group = _Group([], group_bytes)
+        elif group.bytes_left < needed:
+            yield group.places
+            groups[kind] = group = _Group([], group_bytes)
+        group.places.append(place)
+        group.bytes_left -= needed
+    for group in groups.values():
+        yield group.places
 
 
 def padded_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
