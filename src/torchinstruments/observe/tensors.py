@@ -41,11 +41,11 @@ class TensorNames:
     To look whether they are costs a third of what it takes to make them. It keeps no module and no tensor.
     """
 
-    __slots__ = ("_form", "_named")
+    __slots__ = ("_kept",)
 
     def __init__(self) -> None:
-        self._form: _Form | None = None
-        self._named: list[tuple[str, str, int]] = []
+        # One object, which is exchanged at once, for a model may run in several threads.
+        self._kept: tuple[_Form, list[tuple[str, str, int]]] | None = None
 
     def of(self, root: nn.Module) -> "NamedTensors":
         """Returns what `named_tensors` yields (training thread, hot path).
@@ -54,11 +54,12 @@ class TensorNames:
             root: The attached model, wrapped or not.
         """
         modules, tensors, form = _read(root)
-        if form != self._form:
+        kept = self._kept
+        if kept is None or kept[0] != form:
             places = {id(tensor): place for place, tensor in enumerate(tensors)}
-            self._named = [(name, kind, places[id(tensor)]) for name, kind, tensor in named_tensors(root)]
-            self._form = form
-        return NamedTensors(self._named, tensors, modules)
+            named = [(name, kind, places[id(tensor)]) for name, kind, tensor in named_tensors(root)]
+            self._kept = kept = (form, named)
+        return NamedTensors(kept[1], tensors, modules)
 
 
 def _read(root: nn.Module) -> tuple[list[nn.Module], list[torch.Tensor | None], _Form]:
