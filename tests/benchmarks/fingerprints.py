@@ -94,7 +94,7 @@ def of_several(size: int, dtype: torch.dtype, rounds: int) -> tuple[str, ...]:
             "sum": partial(bare_sums, tensors),
             "again": partial(bare_sums, tensors),
             "alone": lambda: [digester.on_host(tensor) for tensor in tensors],
-            "together": lambda: list(digester.several_on_host(tensors)),
+            "together": partial(digester.several_on_host, tensors),
             "torch": lambda: list(digester.several_on_device(tensors)),
         },
         rounds,

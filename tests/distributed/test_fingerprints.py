@@ -195,7 +195,7 @@ def test_one_flipped_bit_of_a_shard_is_seen_against_its_replica(four_ranks, tmp_
 
 def keys_of(model: nn.Module) -> dict[str, str]:
     """Returns the key of each parameter."""
-    keys = ReplicaKeys(model)
+    keys = ReplicaKeys(list(model.modules()))
     return {name: keys.of(parameter) for name, parameter in model.named_parameters()}
 
 

@@ -11,6 +11,7 @@ ranks compares those with equal keys.
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,10 +22,10 @@ from torch.nn.parameter import is_lazy
 
 from torchinstruments.observe.faults import Faults
 from torchinstruments.observe.sharding import parts_at_rest
-from torchinstruments.observe.tensors import PARAMETER, named_tensors
+from torchinstruments.observe.tensors import PARAMETER, TensorNames
 from torchinstruments.ranks.replicas import ReplicaKeys
 from torchinstruments.records import Absent, FingerprintRecord, Position
-from torchinstruments.statistics.admission import COMPLEX, admit
+from torchinstruments.statistics.admission import COMPLEX, admit, is_readable
 from torchinstruments.statistics.digests import Digester, unsigned
 from torchinstruments.statistics.isolation import functions_off, isolated
 from torchinstruments.statistics.transfer import DeviceNumbers
@@ -32,7 +33,8 @@ from torchinstruments.statistics.transfer import DeviceNumbers
 __all__ = ["Fingerprinter", "Fingerprints"]
 
 _PROBE = "fingerprint"
-_HOST = frozenset({"cpu"})
+_HOST = torch.device("cpu")
+_ON_HOST = frozenset({"cpu"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +50,39 @@ class _OnDevice:
     where: int
 
 
-@dataclass(slots=True)
-class _Row:
-    """A row of ``fingerprints`` without its attempt; see `FingerprintRecord`. The digest comes last."""
-
-    tensor: str
-    kind: str
-    replica_key: str
-    shape: tuple[int, ...]
-    dtype: str
-    digest: int | _OnDevice | None = None
+_Row = tuple[str, str, str, torch.Size, torch.dtype]
+"""A row of ``fingerprints`` without its attempt and its digest; see `FingerprintRecord`."""
 
 
 class _Found:
     """What has a fingerprint: rows in the order of the model, and those of each device with their tensors."""
 
-    __slots__ = ("of_devices", "rows")
+    __slots__ = ("_on_host", "digests", "of_devices", "rows")
 
     def __init__(self) -> None:
         self.rows: list[_Row] = []
-        self.of_devices: dict[torch.device, tuple[list[_Row], list[torch.Tensor]]] = {}
+        self.digests: list[int | _OnDevice | None] = []
+        self.of_devices: defaultdict[torch.device, tuple[list[int], list[torch.Tensor]]]
+        self.of_devices = defaultdict(lambda: ([], []))
+        # To ask for the device itself costs more.
+        self._on_host = self.of_devices[_HOST]
+
+    def add(self, row: _Row, tensor: torch.Tensor) -> None:
+        """Adds a row and its tensor."""
+        places, tensors = self._on_host if tensor.is_cpu else self.of_devices[tensor.device]
+        rows = self.rows
+        places.append(len(rows))
+        tensors.append(tensor)
+        rows.append(row)
+
+    def finished(self) -> tuple[Sequence[_Row], Sequence[int | _OnDevice]]:
+        """Returns the rows that have a digest, and the digests."""
+        digests = [digest for digest in self.digests if digest is not None]
+        if len(digests) == len(self.rows):
+            return self.rows, digests
+        return [
+            row for row, digest in zip(self.rows, self.digests, strict=True) if digest is not None
+        ], digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +92,12 @@ class Fingerprints:
     Attributes:
         attempt: Which.
         rows: In the order of the model.
+        digests: Of each row.
     """
 
     attempt: int
-    rows: tuple[_Row, ...]
+    rows: Sequence[_Row]
+    digests: Sequence[int | _OnDevice]
 
     @property
     def num_rows(self) -> int:
@@ -96,15 +113,9 @@ class Fingerprints:
         return tuple(
             [
                 FingerprintRecord(
-                    self.attempt,
-                    row.tensor,
-                    row.kind,
-                    row.replica_key,
-                    row.shape,
-                    row.dtype,
-                    _read(row.digest),
+                    self.attempt, tensor, kind, key, tuple(shape), _name_of(dtype), _read(digest)
                 )
-                for row in self.rows
+                for (tensor, kind, key, shape, dtype), digest in zip(self.rows, self.digests, strict=True)
             ]
         )
 
@@ -119,6 +130,7 @@ class Fingerprinter:
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
         self._digester = Digester()
+        self._names = TensorNames()
         self._last_attempt = -1
         self._left_out: set[tuple[str, str]] = set()
         self._lock = threading.RLock()
@@ -154,63 +166,69 @@ class Fingerprinter:
         found = _Found()
         with functions_off(), isolated("cpu"):
             try:
-                keys = ReplicaKeys(model)
-                at_rest = parts_at_rest(model)
-                for name, kind, tensor in named_tensors(model):
-                    part = at_rest.get(id(tensor), tensor) if at_rest else tensor
-                    self._find(name, kind, part, keys, found)
+                self._find(model, found)
             except Exception as error:  # noqa: BLE001 - nothing may leave a hook
                 self._faults.report(_PROBE, "", error)
-            for device, (rows, tensors) in found.of_devices.items():
+            found.digests = [None] * len(found.rows)
+            for device, (places, tensors) in found.of_devices.items():
                 try:
-                    self._digest(device, rows, tensors)
+                    self._digest(device, places, tensors, found)
                 except Exception as error:  # noqa: BLE001 - whatever a device did; the rows say so when read
                     self._faults.report(_PROBE, "", error)
-        return Fingerprints(attempt, tuple([row for row in found.rows if row.digest is not None]))
+        return Fingerprints(attempt, *found.finished())
 
-    def _find(self, name: str, kind: str, part: torch.Tensor, keys: ReplicaKeys, found: _Found) -> None:
-        """Adds the row of one tensor and what is to be digested of it, or tells why there is none."""
-        try:
-            if type(part) is not nn.Parameter and is_lazy(part):
-                self._leave_out(name, "its shape is not known yet")
-                return
-            admitted = admit(part, COMPLEX)
-            if isinstance(admitted, Absent):
-                self._leave_out(name, admitted.reason)
-                return
-            local, _ = admitted
-            key = keys.of(part) if kind == PARAMETER else ""
-            row = _Row(name, kind, key, tuple(local.shape), _name_of(local.dtype))
-        except Exception as error:  # noqa: BLE001 - one tensor's failure is its own
-            self._faults.report(_PROBE, name, error)
-            return
-        found.rows.append(row)
-        device = local.device
-        of_device = found.of_devices.get(device)
-        if of_device is None:
-            found.of_devices[device] = ([row], [local])
-        else:
-            of_device[0].append(row)
-            of_device[1].append(local)
+    def _find(self, model: nn.Module, found: _Found) -> None:
+        """Adds the rows of a model, and what is to be digested for them."""
+        named, tensors, modules = self._names.of(model)
+        keys = ReplicaKeys(modules)
+        at_rest = parts_at_rest(model)
+        for name, kind, place in named:
+            part = tensors[place]
+            if part is None:
+                continue
+            if at_rest:
+                part = at_rest.get(id(part), part)
+            try:
+                local = part if is_readable(part) else self._admitted(name, part)
+                if local is not None:
+                    key = keys.of(part) if kind == PARAMETER else ""
+                    found.add((name, kind, key, local.shape, local.dtype), local)
+            except Exception as error:  # noqa: BLE001 - one tensor's failure is its own
+                self._faults.report(_PROBE, name, error)
 
-    def _digest(self, device: torch.device, rows: Sequence[_Row], tensors: Sequence[torch.Tensor]) -> None:
+    def _admitted(self, name: str, part: torch.Tensor) -> torch.Tensor | None:
+        """Returns what is to be digested of a tensor; None, and tells why, where there is nothing."""
+        if is_lazy(part):
+            self._leave_out(name, "its shape is not known yet")
+            return None
+        admitted = admit(part, COMPLEX)
+        if isinstance(admitted, Absent):
+            self._leave_out(name, admitted.reason)
+            return None
+        return admitted[0]
+
+    def _digest(
+        self, device: torch.device, places: Sequence[int], tensors: Sequence[torch.Tensor], found: _Found
+    ) -> None:
         """Gives rows of one device the digests of their tensors, or where these will be."""
-        if device.type in _HOST:
-            for places, digests in self._digester.several_on_host(tensors):
-                if isinstance(digests, Exception):
-                    self._faults.report(_PROBE, rows[places[0]].tensor, digests)
-                else:
-                    for place, digest in zip(places, digests, strict=True):
-                        rows[place].digest = digest
+        if device.type in _ON_HOST:
+            digests, failures = self._digester.several_on_host(tensors)
+            for one, error in failures:
+                self._faults.report(_PROBE, found.rows[places[one]][0], error)
+            if len(digests) == len(found.rows):
+                found.digests[:] = digests
+            else:
+                for place, digest in zip(places, digests, strict=True):
+                    found.digests[place] = digest
             return
         numbers = DeviceNumbers(device, torch.int64)
         try:
-            for places, on_it in self._digester.several_on_device(tensors):
+            for which, on_it in self._digester.several_on_device(tensors):
                 if isinstance(on_it, Exception):
-                    self._faults.report(_PROBE, rows[places[0]].tensor, on_it)
+                    self._faults.report(_PROBE, found.rows[places[which[0]]][0], on_it)
                 else:
-                    for where, place in enumerate(places, numbers.add(on_it).start):
-                        rows[place].digest = _OnDevice(numbers, where)
+                    for where, one in enumerate(which, numbers.add(on_it).start):
+                        found.digests[places[one]] = _OnDevice(numbers, where)
         finally:
             numbers.send()
 
@@ -221,11 +239,10 @@ class Fingerprinter:
             self._faults.notice(_PROBE, name, f"{name} has no fingerprint: {reason}")
 
 
-def _read(digest: int | _OnDevice | None) -> int:
+def _read(digest: int | _OnDevice) -> int:
     """Returns a digest, waiting for it where it is on a device (writer thread)."""
     if isinstance(digest, int):
         return digest
-    assert digest is not None
     return unsigned(int(digest.numbers.read(slice(digest.where, digest.where + 1))[0]))
 
 

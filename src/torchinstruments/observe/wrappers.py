@@ -17,6 +17,7 @@ from torch import nn
 from torchinstruments.observe.slots import is_slot_free
 
 __all__ = [
+    "child_of_kind",
     "core_of",
     "is_compiled_in_place",
     "is_compiled_wrapper",
@@ -47,17 +48,22 @@ _CHILDREN: WeakKeyDictionary[type[nn.Module], str | None] = WeakKeyDictionary()
 
 def wrapped_child(module: nn.Module) -> str | None:
     """Returns the name of the child that the module merely wraps, or None where it is no wrapper."""
-    kind = type(module)
-    child = _CHILDREN.get(kind, "")
-    if child == "":
-        child = _CHILDREN[kind] = _child_of_kind(kind)
+    child = child_of_kind(type(module))
     if child is None or not isinstance(module._modules.get(child), nn.Module):  # noqa: SLF001 - children by name
         return None
     return child
 
 
-def _child_of_kind(kind: type[nn.Module]) -> str | None:
-    """Returns the name of the child that modules of a class wrap."""
+def child_of_kind(kind: type[nn.Module]) -> str | None:
+    """Returns the name of the child that modules of a class wrap, or None where they are no wrappers."""
+    child = _CHILDREN.get(kind, "")
+    if child == "":
+        child = _CHILDREN[kind] = _found_child(kind)
+    return child
+
+
+def _found_child(kind: type[nn.Module]) -> str | None:
+    """Looks for a class among those of wrappers."""
     for home, class_name, child in _WRAPPERS:
         wrapper = getattr(sys.modules.get(home), class_name, None)
         if isinstance(wrapper, type) and issubclass(kind, wrapper):

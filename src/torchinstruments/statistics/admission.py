@@ -13,7 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from torchinstruments.records import Absent, Reason, Scope, error_text
 
-__all__ = ["COMPLEX", "admit"]
+__all__ = ["COMPLEX", "admit", "is_readable"]
 
 _MEASURABLE = frozenset(
     {
@@ -40,6 +40,7 @@ _MEASURABLE = frozenset(
 COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 """Of these there are no statistics, but bytes."""
 
+_BYTES = _MEASURABLE | COMPLEX
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -63,6 +64,27 @@ def admit(
         return _refused(
             Reason.UNSUPPORTED_LAYOUT, f"{_kind(tensor)} raised {type(error).__name__}: {error_text(error)}"
         )
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Returns whether `admit` is sure to give all of a tensor's own bytes (training thread, hot path).
+
+    It is half of what `admit` costs, since the tensor need not be detached for as long as nothing records
+    gradients. Where it says no, `admit` may still give them, and else tells why not.
+    """
+    return (
+        type(tensor) in _PLAIN
+        and not is_functorch_wrapped_tensor(tensor)
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_nested
+        and tensor.dtype in _BYTES
+        and not tensor.is_meta
+        and not tensor.is_neg()
+        # The offset of nearly all tensors is 0, and then need not be asked for in bytes.
+        and tensor.nbytes + ((first := tensor.storage_offset()) and first * tensor.itemsize)
+        <= tensor.untyped_storage().nbytes()
+    )
 
 
 def _admit(

@@ -1,20 +1,33 @@
 """The bytes of tensors in logical order, as a digest reads them: in pieces, or of small tensors at once."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch._utils import _flatten_dense_tensors
 
 from torchinstruments.statistics.admission import COMPLEX
 from torchinstruments.statistics.digest_sums import BLOCK_WORDS, WORD_BYTES
 from torchinstruments.statistics.pieces import flat_pieces
 
-__all__ = ["BLOCK_BYTES", "byte_pieces", "padded_rows", "small_groups"]
+__all__ = ["BLOCK_BYTES", "byte_pieces", "joined_words", "padded_rows", "small_groups"]
 
 BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
-# Each is an entry of its own for `_flatten_dense_tensors`, which need not be so for their bytes.
+# Each is an entry of its own for `torch.stack`, which need not be so for their bytes.
 _ALONE = COMPLEX | {torch.bool}
 _BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(slots=True)
+class _Group:
+    """Places of tensors that are read together.
+
+    Attributes:
+        places: In order.
+        bytes_left: Memory that further ones may take.
+    """
+
+    places: list[int]
+    bytes_left: int
 
 
 def byte_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[torch.Tensor]:
@@ -50,39 +63,63 @@ def byte_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[torch.Tensor
         yield _joined(held)
 
 
-def small_groups(tensors: Sequence[torch.Tensor], small_bytes: int, group_bytes: int) -> Iterator[list[int]]:
+def small_groups(
+    tensors: Sequence[torch.Tensor], small_bytes: int, group_bytes: int, *, of_one_shape: bool
+) -> Iterator[list[int]]:
     """Yields the places of tensors that are to be read together, and of each other one by itself.
 
     Args:
         tensors: Plain strided tensors of one device.
-        small_bytes: Up to which they are read together with others of their size and dtype.
-        group_bytes: Memory that the rows of one group may take.
+        small_bytes: Up to which they are read together with others of their dtype.
+        group_bytes: Memory that the words of one group may take.
+        of_one_shape: Whether all of a group have the same shape, for `padded_rows`. Else flat ones of whole
+            words are together whatever their size, for `joined_words`.
     """
-    groups: dict[tuple[torch.dtype, int], list[int]] = {}
+    groups: dict[tuple[torch.dtype, torch.Size | None], _Group] = {}
     for place, tensor in enumerate(tensors):
         num_bytes = tensor.nbytes
-        dtype = tensor.dtype
-        if num_bytes > small_bytes or num_bytes == 0 or dtype in _ALONE:
+        if not 0 < num_bytes <= small_bytes or (dtype := tensor.dtype) in _ALONE:
             yield [place]
             continue
-        group = groups.setdefault((dtype, num_bytes), [])
-        group.append(place)
-        if (len(group) + 1) * (num_bytes + 2 * WORD_BYTES) > group_bytes:
-            yield groups.pop((dtype, num_bytes))
-    yield from groups.values()
+        is_any_size = not of_one_shape and num_bytes % WORD_BYTES == 0 and tensor.dim() == 1
+        kind = (dtype, None if is_any_size else tensor.shape)
+        # A last word that is filled, and an empty one.
+        needed = num_bytes + 2 * WORD_BYTES
+        group = groups.get(kind)
+        if group is None:
+            groups[kind] = group = _Group([], group_bytes)
+        elif group.bytes_left < needed:
+            yield group.places
+            groups[kind] = group = _Group([], group_bytes)
+        group.places.append(place)
+        group.bytes_left -= needed
+    for group in groups.values():
+        yield group.places
 
 
 def padded_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the words of small tensors, a row each, the last word filled with zeros and an empty one.
+    """Returns the words of small tensors, a row each, the last word filled with zeros.
 
     Args:
-        tensors: Of one group.
+        tensors: Of one shape and dtype.
     """
-    # In one call from Python, where each call costs as much as the bytes. It moves entries, and changes none.
-    flat: torch.Tensor = _flatten_dense_tensors(tensors)
-    rows = flat.view(torch.uint8).view(len(tensors), -1)
-    num_bytes = rows.shape[1]
-    return torch.constant_pad_nd(rows, (0, WORD_BYTES + -num_bytes % WORD_BYTES)).view(torch.int64)
+    # It moves entries, and changes none.
+    rows = torch.stack(list(tensors)).view(len(tensors), -1).view(torch.uint8)
+    num_missing = -rows.shape[1] % WORD_BYTES
+    return (torch.constant_pad_nd(rows, (0, num_missing)) if num_missing else rows).view(torch.int64)
+
+
+def joined_words(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Returns the words of small tensors side by side, and how many each has.
+
+    Args:
+        tensors: Of a group that may be of several sizes.
+    """
+    if tensors[0].dim() == 1 and tensors[0].nbytes % WORD_BYTES == 0:
+        joined = torch.cat(list(tensors)).view(torch.int64)
+        return joined, tuple([tensor.nbytes // WORD_BYTES for tensor in tensors])
+    rows = padded_rows(tensors)
+    return rows, (rows.shape[1],) * len(tensors)
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:

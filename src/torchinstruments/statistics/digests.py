@@ -9,8 +9,7 @@ too. Small tensors cost more around the numbers than for them, so those of a mod
 digested together; each has the digest that it would have alone.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +18,14 @@ import torch
 from torchinstruments.statistics.digest_bytes import (
     BLOCK_BYTES,
     byte_pieces,
+    joined_words,
     padded_rows,
     small_groups,
 )
 from torchinstruments.statistics.digest_sums import (
     BLOCK_WORDS,
     HALF_WORDS,
+    WHOLE_WORDS,
     WORD_BYTES,
     HostSums,
     Words,
@@ -32,20 +33,19 @@ from torchinstruments.statistics.digest_sums import (
     multipliers,
     weights,
 )
-from torchinstruments.statistics.host_memory import as_bytes
+from torchinstruments.statistics.host_memory import as_bytes, as_words
 from torchinstruments.statistics.measuring import MAX_SCRATCH_BYTES
 
 __all__ = ["Digester", "unsigned"]
-
-_Found = TypeVar("_Found")
 
 _HOST = torch.device("cpu")
 _NUM_MULTIPLIERS = 16_384
 _ALL_64 = 0xFFFF_FFFF_FFFF_FFFF
 # On a device a piece needs its products, and while it is gathered the pieces that it is gathered from.
 _COPIES_EACH = 4
-SMALL_BYTES = 8192
-"""Tensors up to this are read together on the host: beyond it the copy costs more than a call for each."""
+SMALL_BYTES = WHOLE_WORDS * WORD_BYTES
+"""Tensors up to this are read together on the host: beyond it the copy costs more than a call for each, and
+they would have second halves."""
 SMALL_BYTES_ON_DEVICE = HALF_WORDS * WORD_BYTES
 """The same on a device, where a call costs more and a copy less."""
 # What lies in no order is gathered on the host in one piece up to the first, and beyond it in pieces that
@@ -65,6 +65,7 @@ class Digester:
 
     def __init__(self, max_scratch_bytes: int = MAX_SCRATCH_BYTES) -> None:
         self._piece_bytes = max(1, max_scratch_bytes // (_COPIES_EACH * BLOCK_BYTES)) * BLOCK_BYTES
+        self._first_multiplier = unsigned(int(multipliers(0, 1, _HOST)[0]))
         self._host_multipliers: Words | None = None
         # With memory that no thread works with at the moment.
         self._spare_sums: list[HostSums] = []
@@ -79,21 +80,9 @@ class Digester:
             tensor: A plain strided tensor on the CPU.
         """
         sums = self._taken_sums()
-        total, block = 0, 0
-        num_bytes = tensor.nbytes
-        if num_bytes <= BLOCK_BYTES and num_bytes % WORD_BYTES == 0 and tensor.is_contiguous():
-            # Models have hundreds of these, each of which costs what is done around the numbers.
-            words: Words = as_bytes(tensor).view(np.uint64)
-            if words.flags.aligned and not tensor.is_conj():
-                total = sums.of_block(words) * self._host_multiplier(0)
-                self._spare_sums.append(sums)
-                return total & _ALL_64
-        for data in self._host_pieces(tensor):
-            for words in _blocks(data):
-                total += sums.of_block(words) * self._host_multiplier(block)
-                block += 1
+        digest = self._on_host(tensor, sums)
         self._spare_sums.append(sums)
-        return total & _ALL_64
+        return digest
 
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the digest as a 0-d int64 tensor where the tensor lies (training thread, hot path).
@@ -128,38 +117,92 @@ class Digester:
 
     def several_on_host(
         self, tensors: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[Sequence[int], Sequence[int] | Exception]]:
-        """Yields the digests of all tensors, of small ones together (training thread, hot path).
+    ) -> tuple[list[int | None], list[tuple[int, Exception]]]:
+        """Returns the digests of all tensors, of small ones together (training thread, hot path).
 
         Call it inside `isolated`.
 
         Args:
             tensors: As for `on_host`.
 
-        Yields:
-            Places and their digests; or a place, and what its tensor raised.
+        Returns:
+            A digest for each; None for one that raised, and its place with what it raised.
         """
-        groups = small_groups(tensors, SMALL_BYTES, HALF_WORDS * WORD_BYTES)
-        return _several(tensors, groups, self._rows_on_host, lambda one: [self.on_host(one)])
+        digests: list[int | None] = [None] * len(tensors)
+        failures: list[tuple[int, Exception]] = []
+        alone: list[int] = []
+        for group in small_groups(tensors, SMALL_BYTES, HALF_WORDS * WORD_BYTES, of_one_shape=False):
+            if len(group) > 1:
+                try:
+                    of_group = self._runs_on_host([tensors[place] for place in group])
+                except Exception:  # noqa: BLE001 - each by itself tells whose it is
+                    alone += group
+                else:
+                    for place, digest in zip(group, of_group, strict=True):
+                        digests[place] = digest
+            else:
+                alone += group
+        sums = self._taken_sums()
+        for place in alone:
+            try:
+                digests[place] = self._on_host(tensors[place], sums)
+            except Exception as error:  # noqa: BLE001 - one tensor's failure is its own
+                failures.append((place, error))
+        self._spare_sums.append(sums)
+        return digests, failures
 
     def several_on_device(
         self, tensors: Sequence[torch.Tensor]
     ) -> Iterator[tuple[Sequence[int], torch.Tensor | Exception]]:
-        """Does the same for tensors of one device, whose digests are in an int64 tensor for each yield.
+        """Yields the digests of all tensors of one device, those of small ones together.
+
+        Call it inside `isolated` (training thread, hot path).
 
         Args:
             tensors: As for `on_device`, all of the same one.
-        """
-        groups = small_groups(tensors, SMALL_BYTES_ON_DEVICE, self._piece_bytes)
-        return _several(tensors, groups, self._rows_on_device, self.on_device)
 
-    def _rows_on_host(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        Yields:
+            Places and an int64 tensor of their digests; or a place, and what its tensor raised.
+        """
+        groups = small_groups(tensors, SMALL_BYTES_ON_DEVICE, self._piece_bytes, of_one_shape=True)
+        waiting = list(groups)
+        while waiting:
+            places = waiting.pop()
+            found: torch.Tensor | Exception
+            try:
+                if len(places) == 1:
+                    found = self.on_device(tensors[places[0]])
+                else:
+                    found = self._rows_on_device([tensors[place] for place in places])
+            except Exception as error:  # noqa: BLE001 - as on the host
+                if len(places) > 1:
+                    waiting.extend([place] for place in places)
+                    continue
+                found = error
+            yield places, found
+
+    def _on_host(self, tensor: torch.Tensor, sums: HostSums) -> int:
+        """Returns the digest of a tensor."""
+        num_bytes = tensor.nbytes
+        if num_bytes <= BLOCK_BYTES and num_bytes % WORD_BYTES == 0 and tensor.is_contiguous():
+            # Models have hundreds of these, each of which costs what is done around the numbers.
+            words = as_words(tensor, num_bytes // WORD_BYTES)
+            if words.flags.aligned and not tensor.is_conj():
+                return sums.of_block(words) * self._first_multiplier & _ALL_64
+        total, block = 0, 0
+        for data in self._host_pieces(tensor):
+            for words in _blocks(data):
+                total += sums.of_block(words) * self._host_multiplier(block)
+                block += 1
+        return total & _ALL_64
+
+    def _runs_on_host(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Returns the digests of small tensors of one group."""
-        rows = padded_rows(tensors)
+        joined, sizes = joined_words(tensors)
         sums = self._taken_sums()
-        of_rows = sums.of_rows(as_bytes(rows).view(np.uint64).reshape(rows.shape))
+        of_runs = sums.of_runs(as_words(joined, joined.numel()), sizes)
         self._spare_sums.append(sums)
-        digests: list[int] = np.multiply(of_rows, np.uint64(self._host_multiplier(0))).tolist()
+        digests: list[int] = np.multiply(of_runs, np.uint64(self._first_multiplier)).tolist()
         return digests
 
     def _rows_on_device(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -206,28 +249,6 @@ class Digester:
 def unsigned(digest: int) -> int:
     """Returns what a number that was read from an int64 tensor is without its sign (writer thread)."""
     return digest & _ALL_64
-
-
-def _several(
-    tensors: Sequence[torch.Tensor],
-    groups: Iterable[list[int]],
-    together: Callable[[Sequence[torch.Tensor]], _Found],
-    alone: Callable[[torch.Tensor], _Found],
-) -> Iterator[tuple[Sequence[int], _Found | Exception]]:
-    """Yields places and what was found for their tensors."""
-    waiting = list(groups)
-    while waiting:
-        places = waiting.pop()
-        found: _Found | Exception
-        try:
-            found = alone(tensors[places[0]]) if len(places) == 1 else together([tensors[i] for i in places])
-        except Exception as error:  # noqa: BLE001 - one tensor's failure is its own
-            if len(places) > 1:
-                # Each by itself tells whose it is.
-                waiting.extend([place] for place in places)
-                continue
-            found = error
-        yield places, found
 
 
 def _blocks(data: npt.NDArray[np.uint8]) -> Iterator[Words]:

@@ -17,7 +17,7 @@ import torch
 
 from torchinstruments.statistics.moments import Array
 
-__all__ = ["NUMPY_DTYPES", "as_array", "as_bytes"]
+__all__ = ["NUMPY_DTYPES", "as_array", "as_bytes", "as_words"]
 
 NUMPY_DTYPES = MappingProxyType(
     {
@@ -85,6 +85,16 @@ def as_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
         ValueError: The tensor lies elsewhere, or its memory was freed.
     """
     return np.frombuffer(_memory_of(tensor), np.uint8, tensor.nbytes)
+
+
+def as_words(tensor: torch.Tensor, num_words: int) -> npt.NDArray[np.uint64]:
+    """Returns the same memory as words of 8 bytes, as many as are asked for (training thread, hot path).
+
+    Args:
+        tensor: As for `as_bytes`.
+        num_words: No more than it has. They need not be aligned.
+    """
+    return np.frombuffer(_memory_of(tensor), np.uint64, num_words)
 
 
 def _memory_of(tensor: torch.Tensor) -> Any:

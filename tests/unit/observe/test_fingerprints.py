@@ -17,6 +17,7 @@ from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.optimizers import OptimizerWatch
 from torchinstruments.records import ErrorRecord, FingerprintRecord
 from torchinstruments.statistics import digests
+from torchinstruments.statistics.digest_sums import HostSums
 from torchinstruments.statistics.digests import Digester
 from unit.observe.memory import MemorySession, observe
 
@@ -196,7 +197,7 @@ def test_what_has_no_bytes_to_read_is_left_out_and_told_once():
     told: list[ErrorRecord] = []
     fingerprinter = Fingerprinter(Faults(ErrorPolicy.IGNORE, told.append))
     for attempt in range(2):
-        assert [row.tensor for row in fingerprinter.take(model, attempt).rows] == ["2.weight"]
+        assert [row.tensor for row in fingerprinter.take(model, attempt).resolve()] == ["2.weight"]
     assert [(error.probe, error.message) for error in told] == [
         ("fingerprint", "adjacency has no fingerprint: unsupported_layout: sparse_coo"),
         ("fingerprint", "0.weight has no fingerprint: meta_tensor"),
@@ -228,14 +229,14 @@ def test_unusual_tensors_have_fingerprints():
 
 def test_a_tensor_that_fails_costs_its_own_row_alone(monkeypatch: pytest.MonkeyPatch):
     """Out of memory in one of them, say."""
-    whole = digests.Digester.on_host
+    whole = digests.Digester._on_host
 
-    def fails_for_pairs(self: Digester, tensor: torch.Tensor) -> int:
+    def fails_for_pairs(self: Digester, tensor: torch.Tensor, sums: HostSums) -> int:
         if tensor.shape == (2,):
             raise MemoryError("no room")
-        return whole(self, tensor)
+        return whole(self, tensor, sums)
 
-    monkeypatch.setattr(digests.Digester, "on_host", fails_for_pairs)
+    monkeypatch.setattr(digests.Digester, "_on_host", fails_for_pairs)
     rows, told = take(nn.Linear(3, 2))
     assert [row.tensor for row in rows] == ["weight"]
     assert [(error.probe, error.module, error.type) for error in told] == [
@@ -251,10 +252,10 @@ def test_tensors_that_cannot_be_read_together_are_read_alone(monkeypatch: pytest
     def fails(self: Digester, tensors: Sequence[torch.Tensor]) -> list[int]:
         raise MemoryError("no room")
 
-    for way in ("_rows_on_host", "_rows_on_device"):
+    for way in ("_runs_on_host", "_rows_on_device"):
         monkeypatch.setattr(digests.Digester, way, fails)
     for host in (frozenset({"cpu"}), frozenset()):
-        monkeypatch.setattr(fingerprints, "_HOST", host)
+        monkeypatch.setattr(fingerprints, "_ON_HOST", host)
         assert take(model) == (expected, [])
 
 
@@ -263,11 +264,45 @@ def test_digests_of_a_device_come_without_sign_and_in_their_places(monkeypatch: 
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     expected, _ = take(model)
 
-    monkeypatch.setattr(fingerprints, "_HOST", frozenset())
+    monkeypatch.setattr(fingerprints, "_ON_HOST", frozenset())
     rows, told = take(model)
     assert told == []
     assert rows == expected
     assert any(row.digest >= 2**63 for row in rows)
+
+
+def test_what_changed_in_a_model_since_the_last_fingerprints_is_seen():
+    """A parameter's memory or the parameter itself exchanged, another shape, a module more or elsewhere."""
+    linear = nn.Linear(3, 4)
+    model = nn.Sequential(linear, nn.BatchNorm1d(4))
+    fingerprinter = Fingerprinter(Faults(ErrorPolicy.RAISE, forget))
+
+    def exchange_memory() -> None:
+        linear.weight.data = torch.randn(2, 6).double()
+
+    def exchange_parameter() -> None:
+        linear.weight = nn.Parameter(torch.randn(2, 6))
+
+    def change_in_place() -> None:
+        linear.weight.data.mul_(2)
+
+    def transpose() -> None:
+        linear.weight.data = linear.weight.data.t()
+
+    def add() -> None:
+        model.insert(0, nn.Linear(1, 1))
+
+    def remove() -> None:
+        del linear.bias
+
+    for change in (exchange_memory, exchange_parameter, change_in_place, transpose, add, remove):
+        before = fingerprinter.take(model, 0).resolve()
+        change()
+        rows = fingerprinter.take(model, 0).resolve()
+        assert rows != before
+        assert {row.tensor: (row.shape, row.digest) for row in rows} == {
+            name: (tensor.shape, Digester().on_host(tensor)) for name, tensor in model.state_dict().items()
+        }
 
 
 def test_the_model_is_left_as_it_was():

@@ -1,15 +1,17 @@
 """Names of parameters and buffers, with and without wrappers around modules."""
 
+import weakref
+
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from torchinstruments.observe.tensors import BUFFER, PARAMETER, named_tensors
+from torchinstruments.observe.tensors import BUFFER, PARAMETER, TensorNames, named_tensors
 
 
 def names(model: nn.Module) -> list[tuple[str, str]]:
     """Returns kind and name of each tensor."""
-    return [(named.kind, named.name) for named in named_tensors(model)]
+    return [(kind, name) for name, kind, _ in named_tensors(model)]
 
 
 def test_names_are_those_of_the_model() -> None:
@@ -58,3 +60,50 @@ def test_two_tensors_never_share_a_name() -> None:
     wrapper._parameters["weight"] = nn.Parameter(torch.ones(1))
     model = nn.Sequential(wrapper)
     assert names(model) == [(PARAMETER, "0.weight"), (PARAMETER, "0._checkpoint_wrapped_module.weight")]
+
+
+def test_kept_names_are_those_of_the_model_as_it_is_now() -> None:
+    """Whatever was exchanged, added, shared, wrapped or taken away since they were made."""
+    first, last = nn.Linear(2, 2), nn.Linear(2, 2)
+    model = nn.Sequential(first, nn.BatchNorm1d(2), nn.Sequential(last))
+
+    def change_class() -> None:
+        model[2].__class__ = type("Other", (type(checkpoint_wrapper(nn.ReLU())),), {})
+        model[2]._modules = {"_checkpoint_wrapped_module": nn.Linear(2, 2)}
+
+    changes = (
+        lambda: None,
+        lambda: setattr(first, "weight", nn.Parameter(torch.ones(2, 2))),
+        lambda: setattr(last, "weight", first.weight),
+        lambda: setattr(last, "weight", nn.Parameter(torch.ones(2, 2))),
+        lambda: setattr(first, "bias", None),
+        lambda: model[1].register_buffer("running_mean", None),
+        lambda: model.register_buffer("weight", torch.ones(1)),
+        lambda: first._buffers.update(weight=first._parameters.pop("weight")),
+        lambda: model.append(model[2]),
+        lambda: model.append(nn.Sequential(model[2], model[0])),
+        lambda: setattr(model, "3", nn.Linear(2, 2)),
+        lambda: setattr(model, "0", checkpoint_wrapper(model[0])),
+        change_class,
+        lambda: model.register_module("1", None),
+        lambda: model._modules.update(later=model._modules.pop("0")),
+        model._modules.clear,
+    )
+    kept = TensorNames()
+    for change in changes:
+        change()
+        expected = [(name, kind, id(tensor)) for name, kind, tensor in named_tensors(model)]
+        for _ in range(2):
+            named, tensors, modules = kept.of(model)
+            assert [(name, kind, id(tensors[place])) for name, kind, place in named] == expected
+            assert {*map(id, modules)} == {*map(id, model.modules())}
+            assert len(modules) == len(list(model.modules()))
+
+
+def test_names_keep_no_module_and_no_tensor() -> None:
+    """A part of the model that is exchanged is freed at once."""
+    kept, model = TensorNames(), nn.Sequential(nn.Linear(2, 2))
+    kept.of(model)
+    module, weight = weakref.ref(model[0]), weakref.ref(model[0].weight)
+    model[0] = nn.Linear(2, 2)
+    assert module() is weight() is None

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+import torch
 
 from torchinstruments.config import HistoryConfig
-from torchinstruments.observe.fingerprints import Fingerprints, _Row
+from torchinstruments.observe.fingerprints import Fingerprints
 from torchinstruments.records import ClosedAttempt, ErrorRecord
 from torchinstruments.sinks.delivery import Delivery
 from torchinstruments.sinks.directory import RankFolderSink
@@ -62,7 +63,8 @@ def test_what_is_put_lies_in_the_folder_after_the_close(tmp_path: Path) -> None:
     for sample in samples():
         delivery.put_sample(Resolved(sample))
     delivery.put_attempts([ClosedAttempt(attempt(0))])
-    delivery.put_fingerprints(Fingerprints(0, (_Row("0.weight", "parameter", "", (2,), "int8", 2**64 - 1),)))
+    row = ("0.weight", "parameter", "", torch.Size([2]), torch.int8)
+    delivery.put_fingerprints(Fingerprints(0, (row,), (2**64 - 1,)))
     delivery.put_error(ErrorRecord("reducer", "layer99", "ValueError", "odd"))
 
     delivery.start(run_record(), [directory_sink(tmp_path)])

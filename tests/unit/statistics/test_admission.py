@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from typing_extensions import override
 
 from torchinstruments.records import Absent, Scope
-from torchinstruments.statistics.admission import admit
+from torchinstruments.statistics.admission import COMPLEX, admit, is_readable
 
 
 def admitted_as(tensor: torch.Tensor) -> tuple[torch.Tensor, Scope]:
@@ -36,6 +36,7 @@ def test_a_plain_tensor_is_admitted_as_a_view() -> None:
     """It is detached and shares the memory."""
     tensor = torch.ones(3, requires_grad=True)
     admitted, scope = admitted_as(tensor)
+    assert is_readable(tensor)
     assert scope is Scope.LOCAL
     assert admitted.data_ptr() == tensor.data_ptr()
     assert (type(admitted), admitted.requires_grad) == (torch.Tensor, False)
@@ -82,6 +83,7 @@ def test_a_lazy_negative_is_admitted_as_what_it_means() -> None:
     """The imaginary part of a conjugate carries its sign as a bit, which reading the memory would miss."""
     imaginary = torch.tensor([1 + 2j]).conj().imag
     assert imaginary.is_neg()
+    assert not is_readable(imaginary)
     assert admitted_as(imaginary)[0].numpy().tolist() == [-2.0]
 
 
@@ -128,16 +130,19 @@ def refused() -> dict[str, tuple[torch.Tensor, str]]:
     ],
 )
 def test_what_cannot_be_measured_says_why(name: str) -> None:
-    """Each kind has its reason code, with the detail that tells it apart."""
+    """Each kind has its reason code, with the detail that tells it apart, and no bytes but complex ones."""
     tensor, reason = refused()[name]
     assert admit(tensor) == Absent(reason)
+    assert is_readable(tensor) == (tensor.dtype in COMPLEX)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_tensors_are_refused(layout: torch.layout) -> None:
     """Rows of different lengths are no strided tensor, in either of their two forms."""
-    refusal = admit(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout))
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    refusal = admit(nested)
+    assert not is_readable(nested)
     assert isinstance(refusal, Absent)
     assert refusal.reason.startswith("unsupported_layout: ")
 
@@ -147,6 +152,7 @@ def test_inside_a_function_transform_a_tensor_is_refused() -> None:
     found: list[object] = []
 
     def watched(tensor: torch.Tensor):
+        assert not is_readable(tensor)
         found.append(admit(tensor))
         return tensor * 2
 
