@@ -1,26 +1,27 @@
 """Where gradients are added to: which parameters each backward reached, and when it is over.
 
-One hook a parameter notes its position and does nothing else; everything that costs is done once, at the
-end of the backward, for all of them together. Backwards are told apart by the engine's own number, so that
-two of disjoint parameters are two, and a layer that is used twice is reached once. The inner backwards that
-reentrant checkpointing makes of one are counted as that one.
+A hook notes which parameter it was called for and does nothing else; everything that costs is done once, at
+the end of the backward, for all of them together. Backwards are told apart by the engine's own number, so
+that two of disjoint parameters are two, and a layer that is used twice is reached once. The inner backwards
+that reentrant checkpointing makes of one are counted as that one.
 """
 
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import is_
+from types import FrameType
 from typing import Protocol
 
 import torch
 from torch._C import _current_graph_task_id as graph_task
 from torch.compiler import is_dynamo_compiling
 from torch.utils.checkpoint import CheckpointFunction
-from typing_extensions import override
 
 from torchinstruments.checks.inventory import Entry
 from torchinstruments.observe.engine import call_at_end_of_backward
-from torchinstruments.observe.hooks import ParameterHook, take_out
+from torchinstruments.observe.hooks import HookThatStays, take_out
 from torchinstruments.ranks.tracing import runs_for_a_compiler
 from torchinstruments.statistics.isolation import unintercepted
 
@@ -46,31 +47,46 @@ class BackwardListener(Protocol):
         ...
 
 
-def fire_hook(
-    site: "AccumulationSite", index: int, fired: dict[int, list[int]]
-) -> Callable[[torch.Tensor], None]:
-    """Returns the post-accumulate hook of one parameter, which does as little as it can: each is called.
+class _Latest:
+    """The backward that reached a parameter last.
 
-    A function over its own variables is called in two thirds of the time of an object. Neither a copy nor a
-    pickle of a tensor takes such a hook along.
+    Attributes:
+        backward: The engine's number of it, and what it has reached; replaced as a whole.
+    """
+
+    __slots__ = ("backward",)
+
+    def __init__(self) -> None:
+        self.backward: tuple[int, list[torch.Tensor]] = _NO_BACKWARD
+
+
+_NO_BACKWARD: tuple[int, list[torch.Tensor]] = (-2, [])
+
+
+def fire_hook(site: "AccumulationSite", latest: _Latest) -> Callable[[torch.Tensor], None]:
+    """Returns the post-accumulate hook of all parameters, which does as little as it can: each calls it.
+
+    It is one function, since one for each parameter would have to be fetched from memory each time, as would
+    what it holds. Neither a copy nor a pickle of a tensor takes it along.
 
     Args:
         site: Told of the first gradient of a backward; held weakly.
-        index: Of the parameter.
-        fired: What the site keeps of the backwards that run, by the engine's number.
+        latest: What the site knows of the backward that ran last.
     """
     held = weakref.ref(site)
 
-    def fire(_parameter: torch.Tensor) -> None:
+    def fire(parameter: torch.Tensor) -> None:
         try:
             # A compiler that traces this sees true, and an empty hook.
             if is_dynamo_compiling():
                 return
-            fired[graph_task()].append(index)
-        except KeyError:
+            task, fired = latest.backward
+            if graph_task() == task:
+                fired.append(parameter)
+                return
             known = held()
             if known is not None and not runs_for_a_compiler():
-                known.accumulated(index)
+                known.accumulated(parameter)
         except RecursionError:
             known = held()
             if known is not None:
@@ -79,7 +95,7 @@ def fire_hook(
     return fire
 
 
-class _EarlyHook(ParameterHook):
+class _EarlyHook(HookThatStays):
     """Post-accumulate hook of a parameter whose gradient lies where ranks reduce it: it is looked at here.
 
     Args:
@@ -90,16 +106,19 @@ class _EarlyHook(ParameterHook):
     __slots__ = ("_index", "_site")
 
     def __init__(self, site: "AccumulationSite", index: int) -> None:
-        super().__init__(site, index)
         self._index = index
         self._site = weakref.ref(site)
 
-    @override
-    def __call__(self, _parameter: torch.Tensor) -> None:
-        super().__call__(_parameter)
+    def __call__(self, parameter: torch.Tensor) -> None:
         site = self._site()
-        if site is not None and not (is_dynamo_compiling() or runs_for_a_compiler()):
-            site.look_early(self._index)
+        if site is None:
+            return
+        try:
+            if not (is_dynamo_compiling() or runs_for_a_compiler()):
+                site.accumulated(parameter)
+                site.look_early(self._index)
+        except RecursionError:
+            site.num_too_deep += 1
 
 
 class AccumulationSite:
@@ -128,10 +147,16 @@ class AccumulationSite:
         self._listener = weakref.ref(listener)
         self._num_forwards = num_forwards
         self._on_error = on_error
-        self._open: dict[int, list[int]] = {}
+        self.running: dict[int, list[torch.Tensor]] = {}
+        """What the backwards that run have reached, by the engine's number; also of those that raised."""
+        self._latest = _Latest()
+        self.hook = fire_hook(self, self._latest)
+        """Of each parameter."""
+        self._positions: dict[int, int] = {}
+        self._usual: tuple[list[torch.Tensor], list[int]] = ([], [])
         self._last_nested: int | None = None
         self._is_over = False
-        self._hooks: dict[Callable[[torch.Tensor], None], weakref.ref[torch.Tensor]] = {}
+        self._placed: list[tuple[weakref.ref[torch.Tensor], Callable[[torch.Tensor], None]]] = []
 
     def go_on_from(self, former: "AccumulationSite") -> None:
         """Takes what was counted by the one of an earlier attach (training thread, at attach)."""
@@ -157,38 +182,40 @@ class AccumulationSite:
                 frozen.append(entry.index)
             if not needs_gradient or not is_leaf:
                 continue
-            is_early = entry.index in early
-            hook = _EarlyHook(self, entry.index) if is_early else fire_hook(self, entry.index, self._open)
+            hook = _EarlyHook(self, entry.index) if entry.index in early else self.hook
+            self._positions[id(entry.tensor)] = entry.index
             # Noted before it is placed, so that an interrupt leaves none that is not known.
-            self._hooks[hook] = weakref.ref(entry.tensor)
+            self._placed.append((weakref.ref(entry.tensor), hook))
             try:
                 with unintercepted():
                     entry.tensor.register_post_accumulate_grad_hook(hook)
             except Exception as error:  # noqa: BLE001 - the others are watched all the same
-                self._hooks.pop(hook, None)
+                self._placed.pop()
                 refused.append((entry, error))
         self.frozen_at_attach = frozenset(frozen)
         return refused
 
     def detach(self) -> None:
         """Takes every hook out again. Idempotent."""
-        for hook, reference in list(self._hooks.items()):
+        for reference, hook in list(self._placed):
             tensor = reference()
             if tensor is not None:
                 take_out(tensor, hook)
-            self._hooks.pop(hook, None)
+        self._placed.clear()
         self._is_over = True
-        self._open.clear()
+        self._forget()
+        self._usual = [], []
 
-    def accumulated(self, target: int) -> None:
+    def accumulated(self, parameter: torch.Tensor) -> None:
         """Notes that a gradient came; it never raises (autograd thread, hot path)."""
         if self._is_over:
             return
         task = graph_task()
-        fired = self._open.get(task)
+        fired = self.running.get(task)
         if fired is None:
             fired = self._begin(task)
-        fired.append(target)
+        self._latest.backward = task, fired
+        fired.append(parameter)
 
     def look_early(self, index: int) -> None:
         """Has a gradient looked at in its hook; it never raises (autograd thread, hot path)."""
@@ -202,14 +229,19 @@ class AccumulationSite:
 
     def forget_unfinished(self) -> None:
         """Drops backwards that raised, whose end never came (training thread, outside any backward)."""
-        if self._open and graph_task() == -1:
-            self._open.clear()
+        if self.running and graph_task() == -1:
+            self._forget()
 
-    def _begin(self, task: int) -> list[int]:
-        if len(self._open) >= _MAX_OPEN:
-            self._open.clear()
-        fired: list[int] = []
-        self._open[task] = fired
+    def _forget(self) -> None:
+        """Drops every backward that runs."""
+        self.running.clear()
+        self._latest.backward = _NO_BACKWARD
+
+    def _begin(self, task: int) -> list[torch.Tensor]:
+        if len(self.running) >= _MAX_OPEN:
+            self._forget()
+        fired: list[torch.Tensor] = []
+        self.running[task] = fired
         try:
             call_at_end_of_backward(partial(self._ended, task))
             self._count()
@@ -222,27 +254,38 @@ class AccumulationSite:
 
     def _count(self) -> None:
         """Counts a backward, those inside a checkpointed one once with it."""
-        is_nested = _is_in_checkpointed_backward()
+        # It begins behind the hook: each frame that is looked at is made for that.
+        is_nested = _is_in_checkpointed_backward(sys._getframe(3).f_back)  # noqa: SLF001 - nothing else tells
         is_known = self._last_nested is not None and self._last_nested == self._num_forwards()
         if not is_known:
             self.num_backwards += 1
         self._last_nested = self._num_forwards() if is_nested else None
 
     def _ended(self, task: int) -> None:
-        fired = self._open.pop(task, None)
+        fired = self.running.pop(task, None)
+        if self._latest.backward[0] == task:
+            self._latest.backward = _NO_BACKWARD
         listener = self._listener()
         if fired is None or listener is None:
             return
         self.num_fires += len(fired)
         try:
-            listener.backward_ended(fired)
+            # Most backwards reach the same parameters in the same order.
+            usual, positions = self._usual
+            if len(fired) != len(usual) or not all(map(is_, fired, usual)):
+                positions = [self._positions[id(parameter)] for parameter in fired]
+                self._usual = fired, positions
+            listener.backward_ended(positions)
         except Exception as error:  # noqa: BLE001 - nothing may leave a callback
             self._on_error("backward", error)
 
 
-def _is_in_checkpointed_backward() -> bool:
-    """Returns whether the running backward is one that reentrant checkpointing makes inside another."""
-    frame = sys._getframe(1).f_back  # noqa: SLF001 - nothing else tells
+def _is_in_checkpointed_backward(frame: FrameType | None) -> bool:
+    """Returns whether a running backward is one that reentrant checkpointing makes inside another.
+
+    Args:
+        frame: Of what runs the backward.
+    """
     while frame is not None:
         if frame.f_code is _RECOMPUTING:
             return True

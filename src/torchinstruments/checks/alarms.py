@@ -33,8 +33,8 @@ class StepAlarms:
         self._of_steps = of_steps
         self._moment = moment
         self._emit = emit
-        if not of_steps:
-            unstepped.step_seen()
+        self.awaits_step = bool(of_steps)
+        """Whether the first step is still to come, without which checks look at nothing."""
 
     def backward_ended(self, fired: Sequence[int]) -> None:
         """Takes a backward (autograd thread, hot path).
@@ -42,26 +42,26 @@ class StepAlarms:
         Args:
             fired: Positions of the parameters that it reached.
         """
-        self._say_not_accepted(self._watchdog.backward())
-        num_rounds = self._unstepped.backward_ended(fired)
-        if num_rounds is not None:
-            self._say_unseen(num_rounds)
+        trip = self._watchdog.backward()
+        if trip is not None:
+            self._say_not_accepted(trip)
+        if self.awaits_step:
+            num_rounds = self._unstepped.backward_ended(fired)
+            if num_rounds is not None:
+                self._say_unseen(num_rounds)
 
     def step_seen(self) -> None:
         """Takes a step, whatever becomes of it (training thread, hot path)."""
+        self.awaits_step = False
         self._unstepped.step_seen()
-
-    def accepted(self) -> None:
-        """Takes an applied step (training thread, hot path)."""
-        self._watchdog.accepted()
 
     def skipped(self) -> None:
         """Takes a skipped step (training thread, hot path)."""
-        self._say_not_accepted(self._watchdog.skipped())
+        trip = self._watchdog.skipped()
+        if trip is not None:
+            self._say_not_accepted(trip)
 
-    def _say_not_accepted(self, trip: Trip | None) -> None:
-        if trip is None:
-            return
+    def _say_not_accepted(self, trip: Trip) -> None:
         self._emit(
             Finding(
                 check="watchdog",

@@ -9,23 +9,26 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from threading import get_ident
 from typing import Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchinstruments.observe.engine import graph_task, run_while_traced, tracing
+from torchinstruments.observe.engine import graph_task, rehearsal, run_while_traced
 from torchinstruments.observe.root import RootWatch
 from torchinstruments.observe.stack import num_calls
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.declared_scale import DeclaredScale
 from torchinstruments.ranks.loss_scale import ScalerWatch
-from torchinstruments.ranks.optimizers import OptimizerWatch, StepListener
-from torchinstruments.ranks.pipelining import learns_shapes
+from torchinstruments.ranks.optimizers import OptimizerWatch
 from torchinstruments.records import ClosedAttempt, GradSync
 
 __all__ = ["Attempts", "OwnAttempts"]
+
+# To look a member of an enumeration up takes as long as to call a function.
+_SYNC_UNKNOWN = GradSync.UNKNOWN
 
 
 class Attempts(Protocol):
@@ -35,11 +38,13 @@ class Attempts(Protocol):
         clock: Says where training stands; only read here.
         optimizers: Knows the model's optimizers.
         scale: Knows the loss scale.
+        counts_backwards: Whether each backward stands for a forward, as none has been seen.
     """
 
     clock: StepClock
     optimizers: OptimizerWatch
     scale: ScalerWatch
+    counts_backwards: bool
 
     def attach(self) -> None:
         """Begins to count (training thread)."""
@@ -73,7 +78,7 @@ class OwnAttempts:
         model: Whose they are; held weakly.
         optimizers: Those that count; None for every one that steps the model's parameters.
         scaler: What the caller says of the loss scale.
-        listener: Told of steps that a scaler skipped.
+        on_skipped: Told of steps that a scaler skipped.
         on_closed: Takes attempts that ended.
         on_error: Takes probe and exception.
         on_notice: Takes probe and a sentence.
@@ -86,16 +91,15 @@ class OwnAttempts:
         optimizers: Sequence[Optimizer] | None,
         scaler: DeclaredScale,
         *,
-        listener: StepListener,
+        on_skipped: Callable[[Optimizer], None],
         on_closed: Callable[[Sequence[ClosedAttempt]], None],
         on_error: Callable[[str, BaseException], None],
         on_notice: Callable[[str, str], None],
         first_attempt: int = 0,
     ) -> None:
         self.clock = StepClock(declared_optimizer=optimizers is not None, first_attempt=first_attempt)
-        self.optimizers = OptimizerWatch(
-            self.clock, weakref.ref(model), optimizers, on_error=on_error, listener=listener
-        )
+        self.optimizers = OptimizerWatch(self.clock, weakref.ref(model), optimizers, on_error=on_error)
+        self.optimizers.on_skipped = (on_skipped,)
         self.scale = ScalerWatch(
             self.clock, self.optimizers, declared=scaler, on_error=on_error, on_notice=on_notice
         )
@@ -105,7 +109,7 @@ class OwnAttempts:
         self._roots = RootWatch(model, takes_input=False)
         self._lock = threading.RLock()
         self._depths: dict[int, int] = {}
-        self._sees_forwards = False
+        self.counts_backwards = True
         self._is_attached = False
         self.num_too_deep = 0
         """Hooks of the model that the stack had no room for."""
@@ -136,13 +140,13 @@ class OwnAttempts:
 
     def backward_began(self) -> None:
         """Takes the begin of a backward (autograd thread, hot path)."""
-        if self._sees_forwards:
+        if not self.counts_backwards:
             return
         with self._lock:
             started = self.clock.forward_started(
                 grad_enabled=True, now_s=time.perf_counter(), now_us=time.time_ns() // 1000
             )
-            self.clock.forward_ended(time.perf_counter(), GradSync.UNKNOWN, started.position)
+            self.clock.forward_ended(time.perf_counter(), _SYNC_UNKNOWN, started.position)
         self._leave(started.closed)
 
     def backward_ended(self) -> None:
@@ -173,10 +177,10 @@ class OwnAttempts:
 
     def root_started(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:  # noqa: ARG002 - the shape of a root observer
         """Takes the begin of a call of the model; it never raises (training thread, hot path)."""
-        if not self._is_attached or graph_task() != -1 or tracing() or learns_shapes():
+        if not self._is_attached or graph_task() != -1 or rehearsal():
             return
         try:
-            thread = threading.get_ident()
+            thread = get_ident()
             depth = self._depths.get(thread, 0)
             if depth > 0 and num_calls(module) > 1:
                 self._depths[thread] = depth + 1
@@ -184,18 +188,20 @@ class OwnAttempts:
             # A depth that is left over is that of a call which was left by an interrupt.
             self._depths[thread] = 1
             grad_enabled = torch.is_grad_enabled()
-            self._sees_forwards |= grad_enabled
+            if grad_enabled:
+                self.counts_backwards = False
             with self._lock:
                 started = self.clock.forward_started(
                     grad_enabled=grad_enabled, now_s=time.perf_counter(), now_us=time.time_ns() // 1000
                 )
-            self._leave(started.closed)
+            if started.closed:
+                self._on_closed(started.closed)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self._on_error("forward", error)
 
     def root_ended(self, module: nn.Module, output: object) -> None:  # noqa: ARG002 - the shape of a root observer
         """Takes the end of a call; it never raises (training thread, hot path)."""
-        thread = threading.get_ident()
+        thread = get_ident()
         if not self._is_attached or graph_task() != -1 or thread not in self._depths:
             return
         try:
@@ -204,7 +210,7 @@ class OwnAttempts:
                 return
             del self._depths[thread]
             with self._lock:
-                self.clock.forward_ended(time.perf_counter(), GradSync.UNKNOWN)
+                self.clock.forward_ended(time.perf_counter(), _SYNC_UNKNOWN)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self._on_error("forward", error)
 

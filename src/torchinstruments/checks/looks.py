@@ -48,7 +48,8 @@ class LookMaker:
         self._reduced_by_ddp = reduced_by_ddp
         self._owned: dict[int, tuple[tuple[int, ...], dict[int, int]]] = {}
         self._copies = Copies()
-        self._has_copied = False
+        self.has_copied = False
+        """Whether the step that runs has been copied for."""
 
     def of_backward(self, fired: tuple[int, ...], early: Mapping[int, torch.Tensor]) -> BackwardLook:
         """Returns what a backward that ends has added to (autograd thread, hot path).
@@ -129,16 +130,16 @@ class LookMaker:
             entries = self._inventory.entries
             wanted = [index for index in look.positions if index in look.wanted]
             self._copies.take({index: entries[index].tensor for index in wanted})
-            self._has_copied = True
-        look.copies = self._copies if self._has_copied else None
+            self.has_copied = True
+        look.copies = self._copies if self.has_copied else None
 
     def step_began(self) -> None:
         """Takes that a step begins, of which nothing is copied yet (training thread, hot path)."""
-        self._has_copied = False
+        self.has_copied = False
 
     def forget(self) -> None:
         """Drops copies (training thread, at detach)."""
-        self._has_copied = False
+        self.has_copied = False
         self._copies.clear()
         self._owned.clear()
 

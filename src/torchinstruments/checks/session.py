@@ -8,13 +8,14 @@ that was asked to raise does, with the finding in the report first.
 import contextlib
 import threading
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from numbers import Integral
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchinstruments import environment
@@ -34,7 +35,7 @@ from torchinstruments.checks.registration import (
     cadence_of,
     positive_of,
 )
-from torchinstruments.checks.relays import SkipRelay, weakly
+from torchinstruments.checks.relays import weakly
 from torchinstruments.checks.replicated import reduced_by_ddp, reduced_in_place
 from torchinstruments.checks.report import CheckReport
 from torchinstruments.checks.scale_ledger import ScaleLedger
@@ -53,8 +54,8 @@ from torchinstruments.checks.watchdog import Watchdog
 from torchinstruments.config import UNSET, Unset
 from torchinstruments.errors import CheckLifecycleError
 from torchinstruments.observe.observer import observer_of
+from torchinstruments.observe.registry import listed
 from torchinstruments.ranks.declared_scale import DeclaredScale, declared_scale_of
-from torchinstruments.ranks.optimizers import StepListener
 from torchinstruments.records import AttemptRecord, ClosedAttempt, error_text
 from torchinstruments.warning_place import warn_user
 
@@ -162,7 +163,7 @@ class ChecksSession(Registrars):
                 check.attached(ground)
             if guard.has_failed:
                 visitor.give_up(check)
-        attempts = self._make_attempts(SkipRelay(visitor))
+        attempts = self._make_attempts(weakly(visitor, "step_skipped"))
         # One whose clock the session could not take is none that came later.
         self._is_seen_apart = self._kept.shared is not None or observer_of(self._holder) is not None
         visitor.look_only_at(self._optimizers)
@@ -191,12 +192,12 @@ class ChecksSession(Registrars):
             raise
         return self
 
-    def _make_attempts(self, relay: StepListener) -> Attempts:
+    def _make_attempts(self, on_skipped: Callable[[Optimizer], None]) -> Attempts:
         """Returns the observer's attempts where the model has one, else those of the session's own clock."""
         shared = shared_attempts(
             self._holder,
             self._optimizers,
-            listener=relay,
+            on_skipped=on_skipped,
             on_closed=weakly(self, "_take_closed"),
             on_end=weakly(self, "_keep_report"),
         )
@@ -208,7 +209,7 @@ class ChecksSession(Registrars):
             self._holder,
             self._optimizers,
             self._scaler,
-            listener=relay,
+            on_skipped=on_skipped,
             on_closed=weakly(self, "_take_closed"),
             on_error=weakly(self, "_report_error"),
             on_notice=weakly(self, "_notice"),
@@ -396,14 +397,13 @@ class ChecksSession(Registrars):
 
     def _take_closed(self, closed: Sequence[ClosedAttempt]) -> None:
         self._ledger.put(closed)
-        self._say_of_later_observer()
+        if listed and not self._is_seen_apart:
+            self._say_of_later_observer()
         if self._kept.shared is not None and self._kept.is_due():
             self._keep_report()
 
     def _say_of_later_observer(self) -> None:
         """Says once that an observer came after the session, which leaves it no report (training thread)."""
-        if self._is_seen_apart:
-            return
         observer = observer_of(self._holder)
         if observer is not None and observer.observing:
             self._is_seen_apart = True

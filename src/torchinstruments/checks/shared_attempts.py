@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torchinstruments.observe.observer import Observer, observer_of
 from torchinstruments.observe.probe import RootProbe
 from torchinstruments.ranks.loss_scale import ScalerWatch
-from torchinstruments.ranks.optimizers import OptimizerWatch, StepListener
+from torchinstruments.ranks.optimizers import OptimizerWatch
 from torchinstruments.records import ChecksRecord, ClosedAttempt
 
 __all__ = ["SharedAttempts", "shared_attempts"]
@@ -29,7 +29,7 @@ class SharedAttempts:
         probe: Its probe.
         optimizers: Its watch of optimizers.
         scale: Its watch of scalers.
-        listener: Told of steps that a scaler skipped.
+        on_skipped: Told of steps that a scaler skipped.
         on_closed: Takes attempts that ended.
         on_end: Told that the observer is about to close.
     """
@@ -41,7 +41,7 @@ class SharedAttempts:
         optimizers: OptimizerWatch,
         scale: ScalerWatch,
         *,
-        listener: StepListener,
+        on_skipped: Callable[[Optimizer], None],
         on_closed: Callable[[Sequence[ClosedAttempt]], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -49,10 +49,10 @@ class SharedAttempts:
         self.clock = self._feed.clock
         self.optimizers = optimizers
         self.scale = scale
+        self.counts_backwards = False
         self._observer = observer
         self._probe = probe
-        self._listener = listener
-        self._before: StepListener | None = None
+        self._on_skipped = on_skipped
         self._on_closed = on_closed
         self._on_end = on_end
         self._in_block: list[ClosedAttempt] | None = None
@@ -67,8 +67,7 @@ class SharedAttempts:
             # Steps of the open attempt that came before are told with it, and are none of the session's.
             self._older = frozenset(map(_key, self.clock.untold()))
             self._feed.tap(self)
-            self._before = self.optimizers.listener
-            self.optimizers.listener = _Both(self._before, self._listener)
+            self.optimizers.on_skipped = (*self.optimizers.on_skipped, self._on_skipped)
 
     def detach(self) -> None:
         """Is told of the open attempt as it is, and of no other. Idempotent (training thread)."""
@@ -76,9 +75,8 @@ class SharedAttempts:
             self._feed.untap(self)
             self.attempts_closed(self.clock.untold())
             self._is_attached = False
-            mine = self.optimizers.listener
-            if isinstance(mine, _Both) and mine.second is self._listener:
-                self.optimizers.listener = self._before
+            told = self.optimizers.on_skipped
+            self.optimizers.on_skipped = tuple([one for one in told if one is not self._on_skipped])
 
     def keep(self, report: bytes) -> None:
         """Leaves a report for the observer's folder (training thread)."""
@@ -125,37 +123,11 @@ def _key(closed: ClosedAttempt) -> tuple[int, int, int]:
     return record.attempt, record.optimizer, record.optimizer_attempt
 
 
-class _Both:
-    """Two that are told of steps."""
-
-    def __init__(self, first: StepListener | None, second: StepListener) -> None:
-        self._first = first
-        self.second = second
-
-    def step_began(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        """Takes that a step begins (training or autograd thread, hot path)."""
-        if self._first is not None:
-            self._first.step_began(optimizer, has_closure=has_closure)
-        self.second.step_began(optimizer, has_closure=has_closure)
-
-    def step_ended(self, optimizer: Optimizer) -> None:
-        """Takes that a step is over (training or autograd thread, hot path)."""
-        if self._first is not None:
-            self._first.step_ended(optimizer)
-        self.second.step_ended(optimizer)
-
-    def step_skipped(self, optimizer: Optimizer) -> None:
-        """Takes that the loss scaler skipped a step (training thread, hot path)."""
-        if self._first is not None:
-            self._first.step_skipped(optimizer)
-        self.second.step_skipped(optimizer)
-
-
 def shared_attempts(
     model: nn.Module,
     optimizers: Sequence[Optimizer] | None,
     *,
-    listener: StepListener,
+    on_skipped: Callable[[Optimizer], None],
     on_closed: Callable[[Sequence[ClosedAttempt]], None],
     on_end: Callable[[], None],
 ) -> SharedAttempts | None:
@@ -164,7 +136,7 @@ def shared_attempts(
     Args:
         model: The model.
         optimizers: Those that a session is to look at; None for all of the model.
-        listener: As `SharedAttempts` takes it.
+        on_skipped: As `SharedAttempts` takes it.
         on_closed: As above.
         on_end: As above.
     """
@@ -179,5 +151,5 @@ def shared_attempts(
     if any(watches[0].known(optimizer) is None for optimizer in optimizers or ()):
         return None
     return SharedAttempts(
-        observer, probe, watches[0], scales[0], listener=listener, on_closed=on_closed, on_end=on_end
+        observer, probe, watches[0], scales[0], on_skipped=on_skipped, on_closed=on_closed, on_end=on_end
     )

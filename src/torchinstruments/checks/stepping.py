@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from torchinstruments.ranks import forks
 from torchinstruments.ranks.step_hooks import StepHooks
 
 __all__ = ["StepSite", "StepVisitor", "WatchedClosure"]
@@ -45,6 +44,10 @@ class StepVisitor(Protocol):
         ...
 
 
+def _nobody() -> None:
+    """Stands where a reference to an optimizer would stand."""
+
+
 class StepSite:
     """The step hooks of one session.
 
@@ -55,26 +58,27 @@ class StepSite:
     def __init__(self, visitor: StepVisitor) -> None:
         self._visitor = weakref.ref(visitor)
         self._hooks = StepHooks(self._began, self._ended)
-        self._running: weakref.ref[Optimizer] | None = None
-        self._pid = forks.pid
+        self._running: Callable[[], Optimizer | None] = _nobody
+        self._latest: Callable[[], Optimizer | None] = _nobody
 
     def attach(self) -> None:
         """Registers the hooks. Attaching twice is attaching once."""
-        self._pid = forks.pid
         self._hooks.attach()
 
     def detach(self) -> None:
         """Removes them. Idempotent."""
         self._hooks.detach()
-        self._running = None
+        self._running = _nobody
 
     def _began(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         visitor = self._visitor()
-        if visitor is None or forks.pid != self._pid or not visitor.is_own(optimizer):
+        if visitor is None or not visitor.is_own(optimizer):
             return None
-        self._running = weakref.ref(optimizer)
+        if self._latest() is not optimizer:
+            self._latest = weakref.ref(optimizer)
+        self._running = self._latest
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             visitor.before_write(optimizer, 0)
@@ -85,11 +89,11 @@ class StepSite:
         return args, {**kwargs, "closure": watched}
 
     def _ended(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        if self._running is None or self._running() is not optimizer:
+        if self._running() is not optimizer:
             return
-        self._running = None
+        self._running = _nobody
         visitor = self._visitor()
-        if visitor is not None and forks.pid == self._pid:
+        if visitor is not None:
             visitor.after_write(optimizer)
 
 

@@ -5,12 +5,13 @@ What raises in a check becomes an unavailable entry; after several failures in a
 Findings that are to raise do so at the end of a visit before or after a write, and nowhere else.
 """
 
-import threading
 import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
@@ -32,6 +33,9 @@ from torchinstruments.observe.engine import is_capturing_graph
 from torchinstruments.records import Reason
 from torchinstruments.statistics.isolation import functions_off, isolated
 from torchinstruments.warning_place import warn_user
+
+if TYPE_CHECKING:
+    from torchinstruments.ranks.optimizers import KnownOptimizer
 
 __all__ = ["SiteVisitor"]
 
@@ -64,13 +68,14 @@ class SiteVisitor:
     ) -> None:
         self.enabled = True
         """Whether sites are visited."""
-        self.thread = threading.get_ident()
+        self.thread = get_ident()
         """The one that trains, as far as that is known."""
         self.accepted_steps = 0
         """Steps that were applied, as far as the host knew at once."""
         self.reached: set[int] = set()
         """Positions of the parameters to which a gradient has come."""
         self._latest_fired: Sequence[int] = ()
+        self._latest_own: Sequence[int] = ()
         self.seconds: dict[str, float] = defaultdict(float)
         self.num_visits: Counter[str] = Counter()
         self.reading = Reading()
@@ -86,6 +91,7 @@ class SiteVisitor:
         self._alarms = StepAlarms(
             watchdog, unstepped, tuple(dict.fromkeys(of_steps)), self._moment, self.emit
         )
+        self._accepted = watchdog.accepted
         self._looks: LookMaker | None = None
         self._waiting: list[tuple[Check, Judge]] = []
         self._to_raise: list[Finding] = []
@@ -93,6 +99,7 @@ class SiteVisitor:
         self._is_unlooked = False
         self._early: dict[int, torch.Tensor] = {}
         self._only: tuple[weakref.ref[Optimizer], ...] | None = None
+        self._own: KnownOptimizer | None = None
         self._awaited: frozenset[int] | None = None
         self._without_evidence: set[int] = set()
 
@@ -147,8 +154,9 @@ class SiteVisitor:
 
     def backward_began(self) -> None:
         """Takes the first gradient of a backward (autograd thread, hot path)."""
-        if self._looks is not None:
-            self._looks.attempts.backward_began()
+        looks = self._looks
+        if looks is not None and looks.attempts.counts_backwards:
+            looks.attempts.backward_began()
 
     def backward_ended(self, fired: Sequence[int]) -> None:
         """Looks at what a backward has added to; it never raises (autograd thread, hot path)."""
@@ -156,17 +164,15 @@ class SiteVisitor:
         if looks is None:
             return
         # Most backwards reach the same parameters in the same order.
-        if fired != self._latest_fired:
-            self._latest_fired = fired
+        if fired is not self._latest_fired:
             self.reached.update(fired)
+            awaited = self._awaited
+            self._latest_own = fired if awaited is None else [index for index in fired if index in awaited]
+            self._latest_fired = fired
+        own = self._latest_own
         looks.attempts.backward_ended()
         if not self.enabled:
             return
-        awaited = self._awaited
-        # Whether any of them is one is what counts, and which is the first.
-        own = fired
-        if awaited is not None and not (fired and fired[0] in awaited):
-            own = [index for index in fired if index in awaited]
         if own:
             self._alarms.backward_ended(own)
         if not self._after_backward:
@@ -198,15 +204,24 @@ class SiteVisitor:
         """Returns whether a step is the outermost one of the session's optimizers (hot path)."""
         if self._looks is None:
             return False
+        attempts = self._looks.attempts
+        running, known = attempts.clock.running_key, attempts.optimizers.latest
+        is_latest = known is not None and known.key == running and known.reference() is optimizer
+        if is_latest and known is self._own:
+            # The step that the clock has just been told of, of the optimizer that was asked for last.
+            return True
         if self._only is not None:
             for reference in self._only:
                 if reference() is optimizer:
                     break
             else:
                 return False
-        attempts = self._looks.attempts
-        known = attempts.optimizers.known(optimizer)
-        return known is not None and attempts.clock.running_key in {known.key, None}
+        if not is_latest:
+            known = attempts.optimizers.known(optimizer)
+        if known is None or running not in {known.key, None}:
+            return False
+        self._own = known
+        return True
 
     def before_write(self, optimizer: Optimizer, evaluation: int) -> None:
         """Looks at gradients before an optimizer writes (training thread, hot path).
@@ -217,11 +232,14 @@ class SiteVisitor:
         looks = self._looks
         if looks is None:
             return
-        looks.site.forget_unfinished()
-        self.thread = threading.get_ident()
-        self._alarms.step_seen()
+        # What is mostly not needed is not called: each call takes a step one or two microseconds.
+        if looks.site.running:
+            looks.site.forget_unfinished()
+        self.thread = get_ident()
+        if self._alarms.awaits_step:
+            self._alarms.step_seen()
         self._look = None
-        if evaluation == 0:
+        if evaluation == 0 and looks.has_copied:
             looks.step_began()
         decides_on_device = getattr(optimizer, "found_inf", None) is not None
         has_sites = bool(self._before or self._after) and self.enabled
@@ -254,7 +272,7 @@ class SiteVisitor:
         if look is not None and look.is_skipped():
             self._alarms.skipped()
             return
-        self._alarms.accepted()
+        self._accepted()
         if look is not None and self._after:
             with self._visit("after_write") as runs:
                 if runs:
@@ -263,9 +281,10 @@ class SiteVisitor:
         self.accepted_steps += 1
         if self._looks is not None:
             self._looks.accepted_steps = self.accepted_steps
-        self._raise()
+        if self._to_raise:
+            self._raise()
 
-    def step_skipped(self) -> None:
+    def step_skipped(self, _optimizer: Optimizer) -> None:
         """Takes that the loss scaler skipped a step; it never raises (training thread, hot path)."""
         self._alarms.step_seen()
         if self.enabled:

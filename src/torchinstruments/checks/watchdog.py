@@ -42,6 +42,7 @@ class Watchdog:
     def __init__(self, accumulation_steps: int | None = None, factor: int = FACTOR) -> None:
         self._declared = accumulation_steps
         self._factor = factor
+        self._least_threshold = min(factor, FALLBACK_BACKWARDS)
         self._attempts = 0
         self._backwards = 0
         self._largest = 0
@@ -51,19 +52,23 @@ class Watchdog:
 
     def accepted(self) -> None:
         """Takes an accepted step, which arms it again (training thread, hot path)."""
-        self._note_size()
-        self._attempts = 0
+        if self._backwards > self._largest:
+            self._largest = self._backwards
+        self._attempts = self._backwards = 0
         self._has_tripped = False
 
     def skipped(self) -> Trip | None:
         """Takes a skipped attempt (training thread, hot path)."""
-        self._note_size()
+        self._largest = max(self._largest, self._backwards)
+        self._backwards = 0
         self._attempts += 1
         return self._trip("attempts", self._attempts, self._factor)
 
     def backward(self) -> Trip | None:
         """Takes a backward (autograd thread, hot path)."""
         self._backwards += 1
+        if self._backwards <= self._least_threshold:
+            return None
         return self._trip("backwards", self._backwards, self._threshold_of_backwards())
 
     def snapshot(self) -> dict[str, object]:
@@ -80,10 +85,6 @@ class Watchdog:
     def _threshold_of_backwards(self) -> int:
         size = self._declared or self._largest
         return size * self._factor if size else FALLBACK_BACKWARDS
-
-    def _note_size(self) -> None:
-        self._largest = max(self._largest, self._backwards)
-        self._backwards = 0
 
     def _trip(self, unit: str, number: int, threshold: int) -> Trip | None:
         if self._has_tripped or number <= threshold:

@@ -1,9 +1,9 @@
 """The root forwards that are running, one a thread."""
 
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import get_ident
 
 from torchinstruments.observe.backward_sync import BackwardSync
 from torchinstruments.observe.capture import SampledForward
@@ -14,7 +14,7 @@ from torchinstruments.records import GradSync, Position
 __all__ = ["RootCall", "RunningCalls"]
 
 
-@dataclass(slots=True)
+@dataclass
 class RootCall:
     """A root forward that is running.
 
@@ -63,15 +63,15 @@ class RunningCalls:
 
     def current(self) -> RootCall | None:
         """Returns the call of the current thread (training thread, hot path)."""
-        return self._by_thread.get(threading.get_ident())
+        return self._by_thread.get(get_ident())
 
     def begin(self, call: RootCall) -> None:
         """Takes the outermost call of the current thread (training thread, hot path)."""
-        self._by_thread[threading.get_ident()] = call
+        self._by_thread[get_ident()] = call
 
     def end(self) -> None:
         """Takes that the current thread's call is over (training thread, hot path)."""
-        self._by_thread.pop(threading.get_ident(), None)
+        self._by_thread.pop(get_ident(), None)
 
     def abandon(self, thread: int | None = None) -> None:
         """Ends a call that was left by an exception which runs no hooks, KeyboardInterrupt above all.
@@ -79,7 +79,7 @@ class RunningCalls:
         Args:
             thread: Whose call; None is the current one.
         """
-        thread = threading.get_ident() if thread is None else thread
+        thread = get_ident() if thread is None else thread
         call = self._by_thread.get(thread)
         try:
             if call is not None and call.sampled is not None:

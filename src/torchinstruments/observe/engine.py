@@ -13,6 +13,8 @@ import torch._C._autograd
 from torch.autograd import Variable
 from torch.fx import _symbolic_trace
 
+from torchinstruments.ranks import pipelining
+
 if TYPE_CHECKING:
     from types import FrameType
 
@@ -23,6 +25,7 @@ __all__ = [
     "is_capturing_graph",
     "is_in_backward",
     "keeps_graph",
+    "rehearsal",
     "run_while_traced",
     "tracing",
 ]
@@ -73,6 +76,21 @@ def tracing() -> str:
     if _symbolic_trace._is_fx_tracing_flag and _is_in_fx():  # noqa: SLF001 - its function compiles too
         return "torch.fx"
     return ""
+
+
+def rehearsal() -> str:
+    """Returns what runs the current forward for something else than outputs; ``""`` for nothing (hot path).
+
+    That is what records it (`tracing`), or a stage of a pipeline that learns shapes (`ranks.pipelining`).
+    """
+    # Both would be calls in each step, and are mostly no.
+    if (
+        torch._C._get_tracing_state() is None  # noqa: SLF001 - as above
+        and not _symbolic_trace._is_fx_tracing_flag  # noqa: SLF001 - as above
+        and pipelining.STAGE not in sys.modules
+    ):
+        return ""
+    return tracing() or pipelining.learns_shapes()
 
 
 def _is_in_fx() -> bool:

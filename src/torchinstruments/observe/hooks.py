@@ -32,6 +32,7 @@ from torchinstruments.statistics.isolation import unintercepted
 
 __all__ = [
     "GradientHook",
+    "HookThatStays",
     "LayerHook",
     "LayerPreHook",
     "ParameterHook",
@@ -105,7 +106,7 @@ class _ParameterObserver(_Counting, Protocol):
         ...
 
 
-class _HookThatStays:
+class HookThatStays:
     """A callable whose copies and pickles do nothing."""
 
     __slots__ = ()
@@ -169,7 +170,7 @@ def _keys_of(held: Mapping[int, object], hook: object) -> list[int]:
     return [key for key, found in list(held.items()) if found is hook]
 
 
-class RootPreHook(_HookThatStays):
+class RootPreHook(HookThatStays):
     """Permanent forward pre-hook of the attached model.
 
     Args:
@@ -221,7 +222,7 @@ def root_pre_hook(observer: _RootObserver, model: nn.Module) -> RootPreHook:
     return own(observer, model)
 
 
-class RootPostHook(_HookThatStays):
+class RootPostHook(HookThatStays):
     """Permanent forward hook of the attached model, called after an exception too.
 
     Args:
@@ -247,7 +248,7 @@ class RootPostHook(_HookThatStays):
             self._observer.num_too_deep += 1
 
 
-class LayerPreHook(_HookThatStays):
+class LayerPreHook(HookThatStays):
     """Forward pre-hook of one layer, attached as a `LayerHook` is; it takes keyword arguments too.
 
     Args:
@@ -276,7 +277,7 @@ class LayerPreHook(_HookThatStays):
             self._forward.num_too_deep += 1
 
 
-class LayerHook(_HookThatStays):
+class LayerHook(HookThatStays):
     """Forward hook of one layer, attached for one sampled forward of one thread.
 
     Args:
@@ -303,7 +304,7 @@ class LayerHook(_HookThatStays):
             self._forward.num_too_deep += 1
 
 
-class GradientHook(_HookThatStays):
+class GradientHook(HookThatStays):
     """Hook of one output tensor; it never changes the gradient and holds no tensor.
 
     Args:
@@ -329,7 +330,7 @@ class GradientHook(_HookThatStays):
             self._sample.num_too_deep += 1
 
 
-class ParameterHook(_HookThatStays):
+class ParameterHook(HookThatStays):
     """Post-accumulate hook of one parameter while the backward of a sampled forward is awaited.
 
     A parameter outlives every graph, so that a hook of it must keep nothing alive.

@@ -37,8 +37,8 @@ from torchinstruments.observe.engine import (
     EXPORT,
     graph_task,
     is_capturing_graph,
+    rehearsal,
     run_while_traced,
-    tracing,
 )
 from torchinstruments.observe.faults import Faults, too_deep
 from torchinstruments.observe.fingerprints import Fingerprinter
@@ -59,8 +59,8 @@ from torchinstruments.observe.unseen import (
     tell_displaced,
     tell_unseen,
 )
+from torchinstruments.ranks.bare_objects import new_object
 from torchinstruments.ranks.clock import StepClock
-from torchinstruments.ranks.pipelining import learns_shapes
 from torchinstruments.records import Execution, Position, Signal
 from torchinstruments.statistics.histograms import HistogramReducer
 from torchinstruments.statistics.reducers import Reducer
@@ -403,7 +403,7 @@ class RootProbe:
 
     def _is_outermost(self, call: RootCall | None, module: nn.Module) -> bool:
         """Returns whether a call of the model is a root forward (training thread, hot path)."""
-        if traced := tracing() or learns_shapes():
+        if traced := rehearsal():
             self._traced[traced] += 1
             return False
         if call is not None:
@@ -491,7 +491,10 @@ class RootProbe:
         grad_sync, backward_sync = self._synchronisation.forward_started(
             module, position, self.session.world_size
         )
-        call = RootCall(grad_sync, sys.exception(), position, backward_sync, called=id(module))
+        call = new_object(RootCall)
+        call.grad_sync, call.handled, call.position = grad_sync, sys.exception(), position
+        call.backward_sync, call.called = backward_sync, id(module)
+        call.depth, call.sampled, call.flight = 1, None, None
         if not grad_enabled and is_in_reentrant_checkpoint():
             call.is_checkpointed = True
             self._num_checkpointed += 1

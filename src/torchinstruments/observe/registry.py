@@ -10,14 +10,14 @@ that one).
 import functools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from torch import nn
 
 from torchinstruments.observe.wrappers import core_of
 
-__all__ = ["Listed", "enlist", "find", "strike"]
+__all__ = ["Listed", "enlist", "find", "listed", "strike"]
 
 
 class Listed(Protocol):
@@ -29,6 +29,9 @@ class Listed(Protocol):
 
 
 _entries: dict[int, tuple["weakref.ref[nn.Module]", Callable[[], Listed | None]]] = {}
+
+listed: Collection[int] = _entries
+"""The ids of the models that carry an observer; none where it is empty."""
 
 
 def enlist(model: nn.Module, observer: Listed, *, keep: bool) -> None:

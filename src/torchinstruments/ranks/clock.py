@@ -28,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torchinstruments.ranks.bare_objects import new_object, new_tuple
 from torchinstruments.ranks.phases import PhaseTimer
 from torchinstruments.ranks.stepping import OptimizerOrdinals, RunningStep
 from torchinstruments.ranks.window import APPLIED, DeviceClock, Judgement, Prepared, Step, Window
@@ -44,6 +45,7 @@ from torchinstruments.records import (
 __all__ = ["MAX_STEPS_IN_WINDOW", "TOLD_AFTER_S", "Boundary", "Started", "StepClock"]
 
 # To look a member of an enumeration up takes as long as to call a function.
+_EXPLICIT = StepProvenance.EXPLICIT
 _INFERRED = StepProvenance.INFERRED
 _NOT_KNOWN = StepProvenance.NONE
 
@@ -192,7 +194,7 @@ class StepClock:
         """How an attempt is known at this moment."""
         window = self._window
         if window is not None and window.explicit:
-            return StepProvenance.EXPLICIT
+            return _EXPLICIT
         return _INFERRED if self._optimizer_known else _NOT_KNOWN
 
     @property
@@ -283,11 +285,18 @@ class StepClock:
         """
         if self._running is not None:
             self._drop_aborted_step(now_s)
-        window = self._window
-        if self._timer.waits_since_s is not None:
-            self._timer.settle_backward(now_s, window, self._running)
+        window, timer = self._window, self._timer
+        if timer.waits_since_s is not None:
+            timer.settle_backward(now_s, window, self._running)
         closed: tuple[ClosedAttempt, ...] = ()
-        if grad_enabled and self._opens_window(window):
+        if grad_enabled and (
+            window is None
+            or (
+                window.steps
+                and not window.explicit
+                and (self._running is None or window.last_step(self._running.key) is not None)
+            )
+        ):
             closed = self._close_window()
             window = self._open_window(now_s, now_us)
         elif window is not None and window.explicit and window.forwards == 0:
@@ -297,15 +306,19 @@ class StepClock:
             closed = window.take_records(self._device)
         index = self.num_forwards
         self.num_forwards += 1
-        self._timer.forward_began(now_s)
+        timer.forward_began(now_s)
+        # As `step_provenance`, which would be a call.
+        provenance = _INFERRED if self._optimizer_known else _NOT_KNOWN
         if window is None:
             ordinal = self._forwards_outside
             self._forwards_outside += 1
-            position = Position(None, ordinal, None, index, grad_enabled, self.step_provenance)
+            position = Position(None, ordinal, None, index, grad_enabled, provenance)
         else:
-            position = window.place(index, grad_enabled=grad_enabled, provenance=self.step_provenance)
+            if window.explicit:
+                provenance = _EXPLICIT
+            position = window.place(index, grad_enabled=grad_enabled, provenance=provenance)
         self._last_position = position
-        return Started(position, closed)
+        return new_tuple(Started, (position, closed))
 
     def forward_ended(self, now_s: float, grad_sync: GradSync, position: Position | None = None) -> None:
         """Takes the end of a root forward, also of one that raised (training thread, hot path).
@@ -373,7 +386,13 @@ class StepClock:
         if window is not None and not window.has_begun:
             self._begin_boundary(window, now_s)
         self._timer.step_began(now_s, window, in_backward=in_backward)
-        self._running = RunningStep(optimizer_key, now_s, in_backward, self._timer.phase())
+        running = new_object(RunningStep)
+        running.key, running.started_s, running.in_backward = optimizer_key, now_s, in_backward
+        running.inner_s, running.inner_spans, running.judgement = 0.0, None, None
+        running.nested = []
+        self._running = running
+        if self._timer.keeps_spans:
+            running.inner_spans = []
 
     def step_aborted(self, now_s: float) -> None:
         """Takes that the step which runs was left by an exception (training thread, hot path).
@@ -412,13 +431,17 @@ class StepClock:
             self._timer.passed(now_s)
             return
         self._running = None
-        self._timer.step_ended(in_backward=running.in_backward)
-        step = Step(optimizer_key, -1, -1, running.judgement or judgement, now_s)
-        step.lr = lr
-        step.optimizer_s = max(0.0, now_s - running.started_s - running.inner.seconds)
-        if running.inner.spans is not None:
-            step.span, step.inside = (running.started_s, now_s), running.inner.spans
-        self._add_step(step)
+        window = self._window
+        self._timer.step_ended(now_s, window, in_backward=running.in_backward)
+        step = new_object(Step)
+        step.key, step.optimizer, step.optimizer_attempt = optimizer_key, -1, -1
+        step.judgement, step.ended_s, step.lr = running.judgement or judgement, now_s, lr
+        step.claims = [None]
+        own_s = now_s - running.started_s - running.inner_s
+        step.optimizer_s = own_s if own_s > 0.0 else 0.0  # noqa: FURB136 - max takes two microseconds here
+        if running.inner_spans is not None:
+            step.span, step.inside = (running.started_s, now_s), running.inner_spans
+        self._put_step(step, window)
 
     def step_skipped(
         self,
@@ -568,15 +591,6 @@ class StepClock:
         self.step_aborted(now_s)
         return self._close_window()
 
-    def _opens_window(self, window: Window | None) -> bool:
-        """Whether a grad-enabled forward that begins now opens the next window."""
-        if window is None:
-            return True
-        if window.explicit or not window.steps:
-            return False
-        running = self._running
-        return running is None or window.last_step(running.key) is not None
-
     def _has_waited(self, window: Window, now_s: float) -> bool:
         """Whether an evaluation that begins now may be the first of a long one behind a window's last step.
 
@@ -594,9 +608,10 @@ class StepClock:
             now_us,
             # Inside a closure the time since the step's start is the step's.
             self._timer.gap(now_s if self._running is None else self._running.started_s),
-            forward=self._timer.phase(),
-            backward=self._timer.phase(),
         )
+        if self._timer.keeps_spans:
+            window.forward_spans = []
+            window.backward_spans = []
         self._next_attempt += 1
         self._window = window
         return window
@@ -638,13 +653,14 @@ class StepClock:
 
     def _add_step(self, step: Step) -> None:
         """Puts a step into the open window, where there is one and it has room."""
-        window = self._window
-        self._timer.stepped(step.ended_s, window)
+        self._timer.stepped(step.ended_s, self._window)
+        self._put_step(step, self._window)
+
+    def _put_step(self, step: Step, window: Window | None) -> None:
+        """Does that where its moment is known already."""
         if window is None:
             self.num_steps_between_boundaries += self._next_attempt > self._first_attempt
             return
-        if not window.is_shared:
-            window.is_shared = self._timer.is_shared(window)
         step.optimizer, step.optimizer_attempt = self._ordinals.next_attempt(step.key)
         if len(window.steps) >= MAX_STEPS_IN_WINDOW:
             self.num_dropped_steps += 1

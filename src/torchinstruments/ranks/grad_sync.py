@@ -41,7 +41,7 @@ def read_grad_sync(root_module: torch.nn.Module, grad_enabled: bool, world_size:
 
 
 def _ddp_of(root_module: torch.nn.Module) -> DistributedDataParallel | None:
-    if _is_ddp(root_module):
+    if DistributedDataParallel in type(root_module).__mro__ and _is_ddp(root_module):
         return root_module
     # torch.compile(DDP(model)) keeps the wrapper as its part.
     inner = root_module._modules.get("_orig_mod")  # noqa: SLF001 - getattr takes a microsecond to find nothing

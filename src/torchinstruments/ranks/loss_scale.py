@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from torchinstruments.config import UNSET, Unset
 from torchinstruments.ranks import scaler_methods
+from torchinstruments.ranks.bare_objects import new_object, new_tuple
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.declared_scale import DeclaredScale
 from torchinstruments.ranks.inner_optimizer import inner_optimizer, is_hooked
@@ -39,7 +40,7 @@ __all__ = ["ScalerWatch"]
 _MAX_OPEN = 256
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Open:
     """An attempt of one optimizer that its scaler has not updated after.
 
@@ -134,7 +135,8 @@ class ScalerWatch:
 
     def attach(self) -> None:
         """Wraps the scaler classes, or shares the wrapping of another watch."""
-        self._optimizers.on_ended = self._step_ended
+        # As long as no scaler is there, nothing follows from a step.
+        self._optimizers.on_ended = self._step_ended if self._seen.is_any_alive else None
         scaler_methods.listen(self)
 
     def detach(self) -> None:
@@ -219,6 +221,8 @@ class ScalerWatch:
     def scaled(self, scaler: GradScaler) -> None:
         """Takes that a scaler has scaled something (training thread, hot path)."""
         self._seen.scaled(scaler)
+        if self._optimizers.on_ended is None:
+            self._optimizers.on_ended = self._step_ended
 
     def unscaled(self, scaler: GradScaler, optimizer: object) -> None:
         """Takes that the program had an optimizer's gradients unscaled (training thread, hot path)."""
@@ -273,7 +277,7 @@ class ScalerWatch:
     def _tell(self, scaler: GradScaler, optimizer: object, begun: _Open) -> None:
         """Tells the clock and the listener what became of a step."""
         attempt = begun.attempt
-        attempt.is_plain_scaler = _is_plain(scaler)
+        attempt.is_plain_scaler = type(scaler) is GradScaler or _is_plain(scaler)
         if attempt.found_inf is None and not attempt.is_over:
             self._keep_before(scaler, begun)
         known = begun.known
@@ -291,7 +295,7 @@ class ScalerWatch:
         self._led = self._clock.running_key
         verdict = attempt.provisional()
         if attempt.ran:
-            judgement = Judgement(verdict.outcome, verdict.evidence, amendment=attempt)
+            judgement = new_tuple(Judgement, (verdict.outcome, verdict.evidence, None, attempt))
             self._clock.step_resolved(known.key, judgement)
         else:
             self._clock.step_skipped(
@@ -302,10 +306,12 @@ class ScalerWatch:
                 evidence=verdict.evidence,
                 amendment=attempt,
             )
-            if attempt.ran is False and self._optimizers.listener is not None:
-                inner = known.reference()
-                if inner is not None:
+            inner = known.reference() if attempt.ran is False else None
+            if inner is not None:
+                if self._optimizers.listener is not None:
                     self._optimizers.listener.step_skipped(inner)
+                for told in self._optimizers.on_skipped:
+                    told(inner)
 
     def _step_ended(self, known: KnownOptimizer) -> None:
         """Takes that an optimizer of this model has stepped, whoever called it (hot path).
@@ -409,7 +415,10 @@ class ScalerWatch:
         if len(ledger.open) >= _MAX_OPEN:
             # A scaler that is never updated.
             ledger.open.pop(0).attempt.is_over = True
-        opened = _Open(id(optimizer), known, ScaledAttempt(self.report))
+        attempt = new_object(ScaledAttempt)
+        attempt.report = self.report
+        opened = new_object(_Open)
+        opened.optimizer, opened.known, opened.attempt = id(optimizer), known, attempt
         ledger.open.append(opened)
         return opened
 
@@ -418,6 +427,7 @@ class ScalerWatch:
         if ledger is None or ledger.scaler() is not scaler:
             self._ledgers = {key: one for key, one in self._ledgers.items() if one.scaler() is not None}
             ledger = self._ledgers[id(scaler)] = _Ledger(weakref.ref(scaler))
+            self._optimizers.on_ended = self._step_ended
         return ledger
 
     def _end(self, attempts: Sequence[_Open]) -> None:
@@ -434,8 +444,11 @@ class ScalerWatch:
         tickets = self._keep((*scale, *(found or ())))
         if scale:
             one.attempt.scale_before = tickets[0]
-        kept = tuple([ticket for ticket in tickets[len(scale) :] if ticket is not None])
-        one.attempt.found_inf = None if found is None or len(kept) < len(found) else kept
+        kept: list[Ticket] = []
+        for ticket in tickets[len(scale) :]:
+            if ticket is not None:
+                kept.append(ticket)  # noqa: PERF401 - a comprehension is a call more
+        one.attempt.found_inf = None if found is None or len(kept) < len(found) else tuple(kept)
 
     def _keep(self, tensors: Sequence[torch.Tensor]) -> list[Ticket | None]:
         try:

@@ -17,13 +17,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchinstruments.ranks import forks
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.inner_optimizer import inner_optimizer
 from torchinstruments.ranks.membership import Membership, Place
@@ -78,23 +77,20 @@ class KnownOptimizer:
     asked_at: int = -1
 
 
-class _Call(NamedTuple):
-    """The outermost step that runs, known by its frame's address, which is its own for as long as it runs.
+_Call: TypeAlias = tuple[int, CodeType, weakref.ref[Optimizer]]
+"""A step that runs, known by the address of its frame, which is its own for as long as it runs; by its code,
+and by the optimizer. A reference to the frame would keep the locals of all its callers alive after an
+exception."""
 
-    A reference to the frame would keep the locals of all its callers alive after an exception.
-    """
 
-    address: int
-    code: CodeType
-    optimizer: weakref.ref[Optimizer]
-
-    def is_below(self, frame: FrameType | None) -> bool:
-        """Whether the call is this frame or one of its callers, on this thread's stack."""
-        while frame is not None:
-            if id(frame) == self.address and frame.f_code is self.code:
-                return frame.f_locals.get("self", self.optimizer()) is self.optimizer()
-            frame = frame.f_back
-        return False
+def _is_below(call: _Call, frame: FrameType | None) -> bool:
+    """Whether the call is this frame or one of its callers, on this thread's stack."""
+    address, code, optimizer = call
+    while frame is not None:
+        if id(frame) == address and frame.f_code is code:
+            return frame.f_locals.get("self", optimizer()) is optimizer()
+        frame = frame.f_back
+    return False
 
 
 class OptimizerWatch:
@@ -129,12 +125,15 @@ class OptimizerWatch:
         """Told of every step of this model's optimizers that ended, after the clock was (hot path)."""
         self.asked_for: KnownOptimizer | None = None
         """Which one a scaler asks for as it steps it: where no forward came since, the step asks no more."""
+        self.on_skipped: tuple[Callable[[Optimizer], None], ...] = ()
+        """Told, beside the listener, of every step that the loss scaler skipped (hot path)."""
+        self.latest: KnownOptimizer | None = None
+        """The optimizer of this model whose step began last."""
         self._clock = clock
         self._membership = Membership(model)
         self._only = None if only is None else _references(only)
         self._on_error = on_error
         self._now = now
-        self._pid = forks.pid
         self._known: dict[int, KnownOptimizer] = {}
         self._next_key = 0
         self._outermost: _Call | None = None
@@ -146,7 +145,6 @@ class OptimizerWatch:
         if self._is_attached:
             return
         self._is_attached = True
-        self._pid = forks.pid
         self._clock.ask_whether_running(self._is_running)
         self._hooks.attach()
 
@@ -156,6 +154,7 @@ class OptimizerWatch:
         self._is_attached = False
         self._clock.ask_whether_running(None)
         self._known.clear()
+        self.latest = None
 
     def known(self, optimizer: object) -> KnownOptimizer | None:
         """Returns what is known of an optimizer of this model, or None for one of another model.
@@ -166,7 +165,9 @@ class OptimizerWatch:
             optimizer: Any object, a wrapper of an optimizer too; what cannot step a model's parameters is
                 none of its optimizers.
         """
-        entry = self._known.get(id(optimizer))
+        entry = self.latest
+        if entry is None or entry.reference() is not optimizer:
+            entry = self._known.get(id(optimizer))
         if entry is None or entry.reference() is not optimizer:
             optimizer = unwrapped(optimizer)
             if optimizer is None:
@@ -185,8 +186,6 @@ class OptimizerWatch:
         return entry if entry.belongs else None
 
     def _step_started(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if forks.pid != self._pid:
-            return
         try:
             entry, self.asked_for = self.asked_for, None
             if (
@@ -197,13 +196,14 @@ class OptimizerWatch:
                 entry = self.known(optimizer)
                 if entry is None:
                     return
+            self.latest = entry
             caller = sys._getframe(CALLER_DEPTH)  # noqa: SLF001
             # The caller's own frame may have the address of one that an exception has left.
-            if self._outermost is not None and not self._outermost.is_below(caller.f_back):
+            if self._outermost is not None and not _is_below(self._outermost, caller.f_back):
                 self._outermost = None
                 self._clock.step_aborted(self._now())
             if self._outermost is None:
-                self._outermost = _Call(id(caller), caller.f_code, entry.reference)
+                self._outermost = id(caller), caller.f_code, entry.reference
             elif not self._clock.is_stepping:
                 # A forward of another thread took the outer step for one that raised: its end tells better.
                 return
@@ -214,11 +214,11 @@ class OptimizerWatch:
             self._report(error)
 
     def _step_ended(self, optimizer: Optimizer, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if forks.pid != self._pid:
-            return
         try:
             # The verdict of the step's start holds for its end.
-            entry = self._known.get(id(optimizer))
+            entry = self.latest
+            if entry is None or entry.reference() is not optimizer:
+                entry = self._known.get(id(optimizer))
             if entry is None or not entry.belongs:
                 if entry is not None:
                     self._other_ended(entry)
@@ -226,9 +226,12 @@ class OptimizerWatch:
             entry.num_ended += 1
             if self.listener is not None:
                 self.listener.step_ended(optimizer)
-            if self._outermost is not None and self._outermost.address == id(sys._getframe(CALLER_DEPTH)):  # noqa: SLF001
+            if self._outermost is not None and self._outermost[0] == id(sys._getframe(CALLER_DEPTH)):  # noqa: SLF001
                 self._outermost = None
-            entry.decides_on_device = _decides_on_device(optimizer, kwargs)
+            # Whether a scaler left it to the optimizer to skip, on the device.
+            entry.decides_on_device = (
+                getattr(optimizer, "found_inf", None) is not None or kwargs.get("grad_scaler") is not None
+            )
             judgement = _UNDECIDED if entry.decides_on_device else APPLIED
             self._clock.step_ended(entry.key, self._now(), lr=first_lr(optimizer), judgement=judgement)
             if self.on_ended is not None:
@@ -244,7 +247,7 @@ class OptimizerWatch:
             self._clock.other_model_stepped(float(self._now()))
 
     def _is_running(self) -> bool:
-        return self._outermost is not None and self._outermost.is_below(sys._getframe(1))  # noqa: SLF001
+        return self._outermost is not None and _is_below(self._outermost, sys._getframe(1))  # noqa: SLF001
 
     def _get_to_know(self, optimizer: Optimizer) -> KnownOptimizer:
         identity, key = id(optimizer), self._next_key
@@ -297,6 +300,8 @@ def first_lr(optimizer: object) -> float | None:
     """
     groups = getattr(optimizer, "param_groups", None)
     lr = groups[0].get("lr") if groups else None
+    if type(lr) is float:
+        return lr
     return float(lr) if isinstance(lr, (int, float)) and not isinstance(lr, bool) else None
 
 
@@ -313,8 +318,3 @@ def _has_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 def _references(only: Optimizer | Sequence[Optimizer]) -> tuple[weakref.ref[Optimizer], ...]:
     named = (only,) if isinstance(only, Optimizer) else only
     return tuple([weakref.ref(optimizer) for optimizer in named])
-
-
-def _decides_on_device(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a scaler left it to the optimizer to skip, on the device."""
-    return getattr(optimizer, "found_inf", None) is not None or kwargs.get("grad_scaler") is not None

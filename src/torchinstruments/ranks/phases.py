@@ -10,7 +10,7 @@ counts once, and some of it not at all.
 """
 
 from torchinstruments.ranks.stepping import RunningStep
-from torchinstruments.ranks.window import Phase, Span, Window
+from torchinstruments.ranks.window import Span, Window, keep_span
 
 __all__ = ["PhaseTimer"]
 
@@ -25,7 +25,8 @@ class PhaseTimer:
     """
 
     def __init__(self, *, keeps_spans: bool) -> None:
-        self._keeps_spans = keeps_spans
+        self.keeps_spans = keeps_spans
+        """Whether windows and steps are to keep the moments of their phases."""
         self._forward_began_s: float | None = None
         self.waits_since_s: float | None = None
         """Since when a backward seems to run whose end nobody has seen yet; None where none does."""
@@ -48,10 +49,6 @@ class PhaseTimer:
     def is_in_backward(self) -> bool:
         """Whether the last step was inside a backward, which seems to go on (any thread)."""
         return self._stepped_in_backward
-
-    def phase(self) -> Phase:
-        """Returns a phase of which nothing has passed (training thread, hot path)."""
-        return Phase(spans=[]) if self._keeps_spans else Phase()
 
     def gap(self, begin_s: float) -> Span | None:
         """Returns the gap before a window; None before the first one (training thread, hot path)."""
@@ -92,9 +89,12 @@ class PhaseTimer:
         self._last_event_s = now_s
         if window is not None:
             if began_s is not None:
-                window.forward.add(began_s, now_s)
+                if now_s > began_s:
+                    window.forward_s += now_s - began_s
+                if self.keeps_spans:
+                    keep_span(window.forward_spans, began_s, now_s)
                 if running is not None:
-                    running.inner.add(began_s, now_s)
+                    _add_inner(running, began_s, now_s)
             if awaits_backward:
                 self.waits_since_s = now_s
             if window.end_s is not None:
@@ -121,9 +121,12 @@ class PhaseTimer:
         """Ends a backward whose own end nobody saw (training thread, hot path)."""
         since_s, self.waits_since_s = self.waits_since_s, None
         if since_s is not None and window is not None:
-            window.backward.add(since_s, now_s)
+            if now_s > since_s:
+                window.backward_s += now_s - since_s
+            if self.keeps_spans:
+                keep_span(window.backward_spans, since_s, now_s)
             if running is not None:
-                running.inner.add(since_s, now_s)
+                _add_inner(running, since_s, now_s)
             # A block that ends here has its gap behind what counts as backward.
             self._last_event_s = now_s
             if window.end_s is not None:
@@ -135,27 +138,39 @@ class PhaseTimer:
             # Between two optimizers that step inside one backward there is nothing but that backward, unless
             # a forward runs beside it.
             self.waits_since_s = self._last_event_s
-        self.settle_backward(now_s, window, None)
+        if self.waits_since_s is not None:
+            self.settle_backward(now_s, window, None)
         if self._forward_began_s is not None:
             # A forward runs in another thread: what of it lies beside the step is the step's time.
             if window is not None:
-                window.forward.add(self._forward_began_s, now_s)
+                window.forward_s += max(0.0, now_s - self._forward_began_s)
+                keep_span(window.forward_spans, self._forward_began_s, now_s)
             self._forward_began_s = now_s
         self._last_event_s = now_s
 
-    def step_ended(self, *, in_backward: bool) -> None:
-        """Takes the end of a step that ran, before `stepped` (training or autograd thread, hot path)."""
+    def step_ended(self, now_s: float, window: Window | None, *, in_backward: bool) -> None:
+        """Takes the end of a step that ran (training or autograd thread, hot path)."""
         # A closure's backward that nobody saw cannot be told from the step itself.
         self.waits_since_s = None
         self._stepped_in_backward = in_backward
-
-    def stepped(self, now_s: float, window: Window | None) -> None:
-        """Takes when a step, or what stands for one, was over (training or autograd thread, hot path)."""
+        # From here on as `stepped`.
         self._last_event_s = now_s
         if self._forward_began_s is not None:
             self._forward_began_s = now_s
         if window is not None:
             window.end_s = now_s
+            if self._other_step_s is not None and not window.is_shared:
+                window.is_shared = self.is_shared(window)
+
+    def stepped(self, now_s: float, window: Window | None) -> None:
+        """Takes when what stands for a step was over (training or autograd thread, hot path)."""
+        self._last_event_s = now_s
+        if self._forward_began_s is not None:
+            self._forward_began_s = now_s
+        if window is not None:
+            window.end_s = now_s
+            if self._other_step_s is not None and not window.is_shared:
+                window.is_shared = self.is_shared(window)
 
     def window_closed(self, window: Window) -> None:
         """Takes that a window is over (training thread, hot path)."""
@@ -163,3 +178,9 @@ class PhaseTimer:
         self._forward_began_s = None
         self.waits_since_s = None
         self._stepped_in_backward = False
+
+
+def _add_inner(running: RunningStep, begin_s: float, end_s: float) -> None:
+    """Takes what ran inside a step and is none of its time."""
+    running.inner_s += max(0.0, end_s - begin_s)
+    keep_span(running.inner_spans, begin_s, end_s)

@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["is_pipelined", "learns_shapes"]
+__all__ = ["STAGE", "is_pipelined", "learns_shapes"]
 
-_STAGE = "torch.distributed.pipelining.stage"
+STAGE = "torch.distributed.pipelining.stage"
+"""The module of stages, which is there in programs with pipelines."""
+
 _LEARNING = ("metadata_inference", "shape_inference")
 """Parts of the names of the functions that learn shapes, by the version of torch."""
 
 
 def is_pipelined() -> bool:
     """Returns whether a stage of a pipeline runs the current forward (training thread, hot path)."""
-    return _STAGE in sys.modules and next(_functions_of_stage(), None) is not None
+    return STAGE in sys.modules and next(_functions_of_stage(), None) is not None
 
 
 def learns_shapes() -> str:
@@ -32,7 +34,7 @@ def learns_shapes() -> str:
     Returns:
         A name for it, ``""`` where the forward is one of the program's.
     """
-    if _STAGE not in sys.modules:
+    if STAGE not in sys.modules:
         return ""
     for name in _functions_of_stage():
         if any(part in name for part in _LEARNING):
@@ -44,6 +46,6 @@ def _functions_of_stage() -> Iterator[str]:
     """Yields the names of a stage's functions on the stack, the innermost first."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - nothing else tells
     while frame is not None:
-        if frame.f_globals.get("__name__") == _STAGE:
+        if frame.f_globals.get("__name__") == STAGE:
             yield frame.f_code.co_name
         frame = frame.f_back

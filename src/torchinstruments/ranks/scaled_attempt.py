@@ -41,7 +41,7 @@ _DID_NOT_RUN = Verdict(Outcome.SKIPPED, Evidence.OPTIMIZER_HOOK)
 _BACKED_OFF = Verdict(Outcome.SKIPPED, Evidence.SCALE_BACKOFF)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class ScaledAttempt:
     """An amendment of an attempt's record: loss scale, findings and outcome.
 
@@ -73,6 +73,8 @@ class ScaledAttempt:
 
     def provisional(self) -> Verdict:
         """Returns what the host knows by itself (training thread, hot path)."""
+        if self.ran and not self.decides_on_device:
+            return _RAN
         return judge(self, None, None, None)
 
     def is_complete(self) -> bool:

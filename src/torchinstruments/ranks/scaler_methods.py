@@ -14,6 +14,7 @@ stays as it is; where it calls its parent's method, that one tells.
 """
 
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,7 +26,6 @@ from typing import Any, Protocol
 from torch import compiler
 from torch.amp.grad_scaler import GradScaler
 
-from torchinstruments.ranks import forks
 from torchinstruments.ranks.tracing import runs_for_a_compiler
 
 __all__ = ["USER_CALL_CODE", "ScalerListener", "listen", "stop_listening", "wrap_new_classes"]
@@ -85,13 +85,11 @@ class _Patches:
         # Garbage collection may detach a watch while this thread holds the lock.
         self._lock = threading.RLock()
         self._inside = _Inside()
-        self._pid = forks.pid
 
     def add(self, listener: ScalerListener) -> None:
         with self._lock:
             if not any(one is listener for one in self.listeners):
                 self.listeners = (*self.listeners, listener)
-            self._pid = forks.pid
             if "torch.distributed.fsdp" in sys.modules:
                 import_module("torch.distributed.fsdp.sharded_grad_scaler")
             self._wrap_classes()
@@ -106,6 +104,11 @@ class _Patches:
                     setattr(owner, name, original)
             self._originals.clear()
             self._classes.clear()
+
+    def forget(self) -> None:
+        """Tells nobody of the parent's, and does without what a thread of it may hold (forked child)."""
+        self.listeners = ()
+        self._lock = threading.RLock()
 
     def wrap_new_classes(self) -> None:
         """Wraps subclasses that were made since; cheap where there are none, and never waits."""
@@ -128,12 +131,7 @@ class _Patches:
         """Calls a scaler's method and tells the watches, unless a method of the same call does so already."""
         listeners = self.listeners
         running = self._inside.names
-        if (
-            not listeners
-            or name in running
-            or (name == "unscale_" and "step" in running)
-            or forks.pid != self._pid
-        ):
+        if not listeners or name in running or (name == "unscale_" and "step" in running):
             return original(scaler, *args, **kwargs)
         try:
             is_enabled = scaler.is_enabled()
@@ -272,6 +270,8 @@ def _family(owner: type) -> Iterator[type]:
 
 
 _PATCHES = _Patches()
+
+os.register_at_fork(after_in_child=_PATCHES.forget)
 
 USER_CALL_CODE = _Patches.call.__code__
 """Of the frame that calls a scaler's own method: what runs directly below it is the user's program."""

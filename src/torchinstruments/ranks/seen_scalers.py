@@ -46,15 +46,21 @@ class SeenScalers:
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
         self._seen: list[_Seen] = []
+        self._latest: _Seen | None = None
         self._is_mixed = False
 
     def scaled(self, scaler: GradScaler) -> None:
         """Takes that a scaler has scaled something (training thread, hot path)."""
-        self._entry(scaler).scaled_at = self._clock.num_forwards
+        entry = self._latest
+        if entry is None or entry.scaler() is not scaler:
+            entry = self._entry(scaler)
+        entry.scaled_at = self._clock.num_forwards
 
     def stepped(self, scaler: GradScaler, *, is_own: bool) -> None:
         """Takes that a scaler was to step an optimizer of this or of another model (hot path)."""
-        entry = self._entry(scaler)
+        entry = self._latest
+        if entry is None or entry.scaler() is not scaler:
+            entry = self._entry(scaler)
         if is_own and entry.is_own:
             return
         entry.is_own |= is_own
@@ -109,8 +115,9 @@ class SeenScalers:
     def _entry(self, scaler: GradScaler) -> _Seen:
         for one in self._seen:
             if one.scaler() is scaler:
+                self._latest = one
                 return one
-        entry = _Seen(weakref.ref(scaler))
+        self._latest = entry = _Seen(weakref.ref(scaler))
         # Replaced, never changed: an autograd thread may be going through it.
         self._seen = [*self._alive(), entry]
         return entry

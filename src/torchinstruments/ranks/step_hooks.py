@@ -3,7 +3,8 @@
 While an optimizer steps, torch iterates over its dictionaries of hooks. Whoever registers or removes one
 meanwhile, in another thread or by a garbage collection that ends with a model, has the program's step raise
 "OrderedDict mutated during iteration". So what comes and goes is a tuple that is replaced as a whole; the
-pair in torch's dictionaries stays until nobody watches and no step runs.
+pair in torch's dictionaries stays until nobody watches and no step runs. In a forked child nobody watches who
+has not been attached there.
 """
 
 import os
@@ -81,8 +82,9 @@ class _Pair:
                 while self._handles:
                     self._handles.pop().remove()
 
-    def forget_lock(self) -> None:
-        """Does without what a thread of the parent may hold (forked child)."""
+    def forget(self) -> None:
+        """Calls nobody of the parent's, and does without what a thread of it may hold (forked child)."""
+        self._watching = ()
         self._lock = threading.RLock()
 
     def _replace(self, hooks: StepHooks, *, with_it: bool) -> None:
@@ -131,4 +133,4 @@ def _is_stepping() -> bool:
 
 _pair = _Pair()
 
-os.register_at_fork(after_in_child=_pair.forget_lock)
+os.register_at_fork(after_in_child=_pair.forget)

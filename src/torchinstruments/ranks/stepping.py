@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field
 
-from torchinstruments.ranks.window import Judgement, Phase
+from torchinstruments.ranks.window import Judgement, Span
 from torchinstruments.records import Evidence, Outcome
 
 __all__ = ["OptimizerOrdinals", "RunningStep"]
 
 
-@dataclass(slots=True)
+@dataclass
 class RunningStep:
     """The outermost step that runs now.
 
@@ -16,7 +16,8 @@ class RunningStep:
         key: Names its optimizer.
         started_s: When it began.
         in_backward: Whether a backward runs around it.
-        inner: What runs inside it and is none of its time.
+        inner_s: What runs inside it and is none of its time.
+        inner_spans: Its parts; None where they are not kept.
         nested: Keys of the steps inside it, the innermost last.
         judgement: What a scaler said of a step inside it.
     """
@@ -24,7 +25,8 @@ class RunningStep:
     key: int
     started_s: float
     in_backward: bool
-    inner: Phase
+    inner_s: float = 0.0
+    inner_spans: list[Span] | None = None
     nested: list[int] = field(default_factory=list)
     judgement: Judgement | None = None
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
+from torchinstruments.ranks.bare_objects import new_object, new_tuple
 from torchinstruments.records import (
     Amendment,
     AttemptRecord,
@@ -26,13 +27,16 @@ __all__ = [
     "MAX_SPANS",
     "DeviceClock",
     "Judgement",
-    "Phase",
     "Prepared",
     "Span",
     "Spans",
     "Step",
     "Window",
+    "keep_span",
 ]
+
+# To look a member of an enumeration up takes as long as to call a function.
+_NOT_KNOWN = GradSync.UNKNOWN
 
 MAX_SPANS = 4_096
 """Spans whose moments a window keeps; one with more has the host's times."""
@@ -41,24 +45,10 @@ Span: TypeAlias = tuple[float, float]
 """The moments at which something began and ended."""
 
 
-@dataclass(slots=True)
-class Phase:
-    """Time in one phase of a window.
-
-    Attributes:
-        seconds: Of the host's clock.
-        spans: Its parts; None where they are not kept.
-    """
-
-    seconds: float = 0.0
-    spans: list[Span] | None = None
-
-    def add(self, begin_s: float, end_s: float) -> None:
-        """Adds the time between two moments (training thread, hot path)."""
-        if end_s > begin_s:
-            self.seconds += end_s - begin_s
-        if self.spans is not None and len(self.spans) <= MAX_SPANS:
-            self.spans.append((begin_s, end_s))
+def keep_span(spans: list[Span] | None, begin_s: float, end_s: float) -> None:
+    """Adds the time between two moments to those that are kept, where they are (training thread)."""
+    if spans is not None and len(spans) <= MAX_SPANS:
+        spans.append((begin_s, end_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +98,7 @@ APPLIED = Judgement(Outcome.APPLIED, Evidence.OPTIMIZER_HOOK)
 """A step that the hooks of its optimizer saw."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Step:
     """One step of one optimizer in a window. It is told once, by whichever thread claims it first.
 
@@ -123,6 +113,7 @@ class Step:
         aborted: Whether it seems to have been left by an exception.
         span: From its begin to its end; None where none was seen to run.
         inside: What ran inside it and is none of its time.
+        claims: One for whoever tells it.
     """
 
     key: int
@@ -135,17 +126,17 @@ class Step:
     aborted: bool = False
     span: Span | None = None
     inside: Sequence[Span] = ()
-    _claims: list[None] = field(default_factory=lambda: [None])
+    claims: list[None] = field(default_factory=partial(list, (None,)))
 
     @property
     def is_told(self) -> bool:
         """Whether its record was taken (any thread)."""
-        return not self._claims
+        return not self.claims
 
     def claim(self) -> bool:
         """Returns True to one caller, who tells it, and False to all others; no lock is held (any thread)."""
         try:
-            self._claims.pop()
+            self.claims.pop()
         except IndexError:
             return False
         return True
@@ -187,8 +178,10 @@ class Window:
         micro_batches: Those with gradients enabled.
         micro_batches_synced: Those of them whose gradients are synchronised.
         last_sync: What became of the last one's.
-        forward: Time in root forwards.
-        backward: Time in backwards.
+        forward_s: Time in root forwards.
+        backward_s: Time in backwards.
+        forward_spans: Its parts; None where they are not kept.
+        backward_spans: As above.
         steps: Its steps, in the order of their ends.
         prepared: Steps that are awaited.
         end_s: When its last step, or what came after it, was over; None before the first step.
@@ -208,8 +201,10 @@ class Window:
     micro_batches_synced: int = 0
     last_sync: GradSync = GradSync.UNKNOWN
     last_forward_index: int = -1
-    forward: Phase = field(default_factory=Phase)
-    backward: Phase = field(default_factory=Phase)
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    forward_spans: list[Span] | None = None
+    backward_spans: list[Span] | None = None
     steps: list[Step] = field(default_factory=list)
     prepared: list[Prepared] = field(default_factory=list)
     end_s: float | None = None
@@ -223,8 +218,8 @@ class Window:
         if grad_enabled:
             micro_batch = self.micro_batches
             self.micro_batches += 1
-            self.last_sync = GradSync.UNKNOWN
-        return Position(self.attempt, ordinal, micro_batch, index, grad_enabled, provenance)
+            self.last_sync = _NOT_KNOWN
+        return new_tuple(Position, (self.attempt, ordinal, micro_batch, index, grad_enabled, provenance))
 
     def synchronised(self, grad_sync: GradSync, micro_batch: int, before: GradSync | None = None) -> None:
         """Takes what becomes of a micro-batch's gradients (training or autograd thread, hot path).
@@ -252,11 +247,21 @@ class Window:
             device: Measures its times again.
             is_over: Whether nothing of it changes any more, so that whoever looks at a record makes it.
         """
-        claimed: list[Step] = []
+        if device is not None or not is_over:
+            return self._told([step for step in self.steps if step.claim()], device, is_over=is_over)
+        # The same without a call of its own for each step: nearly each window ends here.
+        told: list[ClosedAttempt] = []
         for step in self.steps:
-            if step.claim():
-                claimed.append(step)  # noqa: PERF401 - a comprehension is a call more
-        return self._told(claimed, device, is_over=is_over)
+            try:
+                step.claims.pop()
+            except IndexError:
+                continue
+            judgement = step.judgement
+            amendments = () if judgement.amendment is None else (judgement.amendment,)
+            closed = new_object(ClosedAttempt)
+            closed.source, closed.amendments = partial(self._record, step, judgement), amendments
+            told.append(closed)
+        return tuple(told)
 
     def take_overdue(
         self, device: DeviceClock | None, until_s: float, is_unchanged: Callable[[], bool]
@@ -292,7 +297,7 @@ class Window:
         times: Sequence[Amendment] = ()
         if device is not None:
             # A window that is told before it is over adds to its own.
-            forward, backward = tuple(self.forward.spans or ()), tuple(self.backward.spans or ())
+            forward, backward = tuple(self.forward_spans or ()), tuple(self.backward_spans or ())
             times = device.amendments(
                 [Spans(self.gap, forward, backward, step.span, step.inside) for step in steps]
             )
@@ -321,8 +326,8 @@ class Window:
             evidence=judgement.evidence,
             started_at_us=self.started_at_us,
             gap_s=None if self.is_shared else 0.0 if gap is None else max(0.0, gap[1] - gap[0]),
-            forward_s=self.forward.seconds,
-            backward_s=self.backward.seconds,
+            forward_s=self.forward_s,
+            backward_s=self.backward_s,
             optimizer_s=step.optimizer_s,
             global_step=self.global_step,
             micro_batches_declared=self.micro_batches_declared,

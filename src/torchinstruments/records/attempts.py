@@ -90,20 +90,21 @@ class ClosedAttempt:
         amendments: Applied to the record in this order.
     """
 
-    __slots__ = ("_record", "amendments")
+    __slots__ = ("amendments", "source")
 
     def __init__(
         self, record: AttemptRecord | Callable[[], AttemptRecord], amendments: tuple[Amendment, ...] = ()
     ) -> None:
-        self._record = record
+        self.source = record
+        """The record, or what makes it."""
         self.amendments = amendments
 
     @property
     def record(self) -> AttemptRecord:
         """What the host knows (any thread)."""
-        record = self._record
+        record = self.source
         if not isinstance(record, AttemptRecord):
-            record = self._record = record()
+            record = self.source = record()
         return record
 
     def is_complete(self) -> bool:

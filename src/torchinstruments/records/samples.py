@@ -1,7 +1,7 @@
 """What one sampled forward, or one backward of it, gave."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torchinstruments.records.codes import (
     Execution,
@@ -49,8 +49,7 @@ class ModuleRecord:
     fired: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """Where a root forward stands among the steps of its process.
 
     Attributes:

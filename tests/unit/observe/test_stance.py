@@ -527,7 +527,7 @@ def test_a_pipeline_is_left_alone(session: MemorySession, monkeypatch: pytest.Mo
     """A stage's forwards run compiled and are missed."""
     model = compiled_blocks()
     observer = observe(model, session, force_eager=True)
-    monkeypatch.setattr(pipelining, "_STAGE", __name__)
+    monkeypatch.setattr(pipelining, "STAGE", __name__)
     with pytest.warns(RuntimeWarning, match="a pipeline's schedule"):
         model(X).sum().backward()
     assert (observer.counters.samples, observer.counters.missed) == (0, 1)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import os
 import pickle
 from typing import Any, Self
 
@@ -68,6 +69,20 @@ def _wrapped() -> list[tuple[str, str]]:
         for name in ("scale", "unscale_", "step", "update")
         if hasattr(vars(owner).get(name), "__wrapped__")
     ]
+
+
+def test_nobody_of_the_parent_is_told_in_a_forked_child() -> None:
+    """What the parent watches is the parent's; the child's own listeners are told."""
+    with _Listener() as listener:
+        child = os.fork()
+        if child == 0:
+            _run(GradScaler("cpu"))
+            with _Listener() as own:
+                _run(GradScaler("cpu"))
+            os._exit(0 if own.told and not listener.told else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        _run(GradScaler("cpu"))
+    assert listener.told[0] == "scaled"
 
 
 def _run(scaler: GradScaler, *, unscale: bool = False, new_scale: Any = None) -> SGD:

@@ -1,7 +1,6 @@
 """Ordinals of optimizers, and the step that runs."""
 
 from torchinstruments.ranks.stepping import OptimizerOrdinals, RunningStep
-from torchinstruments.ranks.window import Phase
 
 
 def test_optimizers_are_numbered_in_the_order_of_first_sight_and_their_tries_from_0():
@@ -15,7 +14,7 @@ def test_optimizers_are_numbered_in_the_order_of_first_sight_and_their_tries_fro
 
 def test_a_step_ends_after_those_inside_it():
     """The end of a nested one takes along those inside it that never said so."""
-    running = RunningStep(1, 0.0, in_backward=False, inner=Phase())
+    running = RunningStep(1, 0.0, in_backward=False)
     running.nested += [2, 1, 3]
     assert running.knows(1)
     assert running.knows(3)

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from torchinstruments.ranks.window import MAX_SPANS, Judgement, Phase, Spans, Step, Window
+from torchinstruments.ranks.phases import PhaseTimer
+from torchinstruments.ranks.window import MAX_SPANS, Judgement, Spans, Step, Window, keep_span
 from torchinstruments.records import Amendment, AttemptRecord, Evidence, GradSync, Outcome, StepProvenance
 
 APPLIED = Judgement(Outcome.APPLIED, Evidence.OPTIMIZER_HOOK)
@@ -10,13 +11,17 @@ APPLIED = Judgement(Outcome.APPLIED, Evidence.OPTIMIZER_HOOK)
 
 def test_a_phase_adds_up_and_keeps_a_bounded_number_of_moments():
     """Beyond the bound one more is kept, which says that not all are there; a span backwards is no time."""
-    phase = Phase(spans=[])
-    for begin in range(MAX_SPANS + 10):
-        phase.add(float(begin), begin + 0.5)
-    phase.add(9.0, 3.0)
-    assert phase.seconds == (MAX_SPANS + 10) / 2
-    assert phase.spans is not None
-    assert len(phase.spans) == MAX_SPANS + 1
+    timer = PhaseTimer(keeps_spans=True)
+    window = Window(0, 0, 0, None, forward_spans=[], backward_spans=[])
+    for begin, end in [*((float(begin), begin + 0.5) for begin in range(MAX_SPANS + 10)), (9.0, 3.0)]:
+        timer.forward_began(begin)
+        timer.forward_ended(end, window, None, awaits_backward=True)
+        timer.backward_ended(end + (end - begin) / 2, window, None)
+    assert window.forward_s == (MAX_SPANS + 10) / 2
+    assert window.backward_s == (MAX_SPANS + 10) / 4
+    assert window.forward_spans is not None
+    assert window.backward_spans is not None
+    assert len(window.forward_spans) == len(window.backward_spans) == MAX_SPANS + 1
 
 
 def test_only_the_last_micro_batch_says_how_the_window_ended():
@@ -70,12 +75,12 @@ class _KeepsSpans:
 
 def test_what_a_device_is_to_measure_does_not_grow_with_a_window_that_goes_on():
     """It is measured on another thread, of the row as it was."""
-    window = Window(0, 0, 0, None, forward=Phase(spans=[]), backward=Phase(spans=[]))
-    window.forward.add(1.0, 2.0)
-    window.backward.add(2.0, 3.0)
+    window = Window(0, 0, 0, None, forward_spans=[], backward_spans=[])
+    keep_span(window.forward_spans, 1.0, 2.0)
+    keep_span(window.backward_spans, 2.0, 3.0)
     window.steps.append(Step(0, 0, 0, APPLIED))
     device = _KeepsSpans()
     window.take_records(device)
-    window.forward.add(30.0, 31.0)
+    keep_span(window.forward_spans, 30.0, 31.0)
     (spans,) = device.spans
     assert (spans.forward, spans.backward) == (((1.0, 2.0),), ((2.0, 3.0),))

@@ -1,0 +1,128 @@
+"""Which backward a gradient belongs to, where one hook serves all parameters."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from checks.training import batch, mlp
+from torchinstruments.checks.accumulation import AccumulationSite
+from torchinstruments.checks.inventory import Inventory
+
+
+class _Listener:
+    """Writes down what each backward reached."""
+
+    def __init__(self) -> None:
+        self.ended: list[list[int]] = []
+
+    def backward_began(self) -> None:
+        pass
+
+    def backward_ended(self, fired: Sequence[int]) -> None:
+        self.ended.append(sorted(fired))
+
+    def accumulated(self, index: int) -> None:
+        raise AssertionError(index)
+
+
+def _fail(probe: str, error: BaseException) -> None:
+    raise AssertionError(probe) from error
+
+
+Watched = tuple[Any, AccumulationSite, _Listener]
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    """Two layers in a row, their site, and who listens to it."""
+    model, listener = mlp(), _Listener()
+    site = AccumulationSite(listener, int, _fail)
+    assert site.attach(Inventory(model).parameters) == []
+    yield model, site, listener
+    site.detach()
+    assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
+
+
+def test_a_backward_inside_another_one_has_its_own_parameters(watched: Watched) -> None:
+    """The outer one goes on where it was."""
+    model, site, listener = watched
+    first, last = model.children()
+
+    def run_other(_parameter: torch.Tensor) -> None:
+        with torch.enable_grad():
+            first(batch()).sum().backward()
+
+    hook = last.weight.register_post_accumulate_grad_hook(run_other)
+    model(batch()).sum().backward()
+    hook.remove()
+    assert listener.ended == [[0, 1], [0, 1, 2, 3]]
+    assert (site.num_backwards, site.num_fires) == (2, 6)
+
+
+def test_backwards_of_two_threads_are_two(watched: Watched) -> None:
+    """Each goes on after the other has reached a parameter."""
+    model, site, listener = watched
+    first, last = model.children()
+    other = threading.Thread(target=lambda: first(batch()).sum().backward())
+    has_reached, may_go_on = threading.Event(), threading.Event()
+
+    def wait(_parameter: torch.Tensor) -> None:
+        if threading.current_thread() is other:
+            has_reached.set()
+            assert may_go_on.wait(60)
+
+    def run_other(_parameter: torch.Tensor) -> None:
+        other.start()
+        assert has_reached.wait(60)
+
+    def let_go(_parameter: torch.Tensor) -> None:
+        if threading.current_thread() is not other:
+            may_go_on.set()
+
+    waits = [one.register_post_accumulate_grad_hook(wait) for one in first.parameters()]
+    starts = last.bias.register_post_accumulate_grad_hook(run_other)
+    goes_on = last.weight.register_post_accumulate_grad_hook(let_go)
+    model(batch()).sum().backward()
+    other.join()
+    for handle in (*waits, starts, goes_on):
+        handle.remove()
+    assert sorted(listener.ended) == [[0, 1], [0, 1, 2, 3]]
+    assert site.num_fires == 6
+
+
+def test_a_backward_that_raised_leaves_nothing_to_the_next_one(watched: Watched) -> None:
+    """What it had reached is dropped, and one of another order is told as it is."""
+    model, site, listener = watched
+    first, last = model.children()
+
+    def fail(_parameter: torch.Tensor) -> None:
+        raise OSError("mine")
+
+    hook = last.weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(OSError, match="mine"):
+        model(batch()).sum().backward()
+    hook.remove()
+    assert site.running
+    site.forget_unfinished()
+    assert not site.running
+    for module in (model, first, last, model):
+        module(batch()).sum().backward()
+    assert listener.ended == [[0, 1, 2, 3], [0, 1], [2, 3], [0, 1, 2, 3]]
+
+
+def test_a_site_that_is_detached_keeps_no_parameter() -> None:
+    """Nor does the hook that every parameter had."""
+    model, listener = mlp(), _Listener()
+    site = AccumulationSite(listener, int, _fail)
+    site.attach(Inventory(model).parameters)
+    model(batch()).sum().backward()
+    site.detach()
+    parameters = [weakref.ref(one) for one in model.parameters()]
+    del model
+    gc.collect()
+    assert [one() for one in parameters] == [None] * 4
