@@ -22,13 +22,14 @@ import torch
 from torchinstruments.statistics.bins import sorted_counts
 from torchinstruments.statistics.host_memory import as_array
 from torchinstruments.statistics.moments import CHUNK, Array, Moments, chunks, moments, weighted_moments
-from torchinstruments.statistics.pieces import flat_pieces, replaced_pieces
+from torchinstruments.statistics.pieces import ONE_THREAD, flat_pieces, replaced_pieces
 
 __all__ = [
     "CountedEntries",
     "MAX_NARROW_COUNT",
     "OrderedEntries",
     "SortedEntries",
+    "count_bytes",
     "count_codes",
     "count_entries",
     "sort_entries",
@@ -233,6 +234,19 @@ def count_codes(by_code: Array, codes: Array) -> None:
             _add_counts(by_code, codes[starts], lengths.astype(by_code.dtype))
             return
     _add_counts(by_code, codes, np.ones(1, by_code.dtype))
+
+
+def count_bytes(codes: Array) -> Array:
+    """Returns how many entries of a flat uint8 array have each of 256 codes, where none prevails; int64.
+
+    torch counts bytes as they are, where NumPy makes indices of them first. It looks for the highest one
+    before it counts, and of more entries than these it would do so in several threads.
+    """
+    pieces = [codes[start : start + ONE_THREAD] for start in range(0, codes.size, ONE_THREAD)]
+    counts, *others = [torch.bincount(torch.from_numpy(piece), minlength=256) for piece in pieces]
+    for other in others:
+        counts += other
+    return counts.numpy()
 
 
 def _count_beside(by_code: Array, codes: Array, prevailing: np.integer[Any]) -> None:

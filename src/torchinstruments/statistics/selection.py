@@ -15,15 +15,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from torchinstruments.statistics.interpolation import interpolated
+from torchinstruments.statistics.interpolation import Stretch, interpolated, sorted_few
 from torchinstruments.statistics.moments import Array
 from torchinstruments.statistics.spare import SPARE_BYTES, borrowed
 
-__all__ = ["Selection", "count_true", "entries_of_true", "room_for_mask", "scattered", "select"]
+__all__ = [
+    "Selection",
+    "count_true",
+    "entries_of_true",
+    "room_for_mask",
+    "sampled_places",
+    "scattered",
+    "select",
+]
 
 _SAMPLE = 8192
 """Entries of a sample at most."""
@@ -79,6 +87,26 @@ class _Bracket:
     def is_wide(self) -> bool:
         """Whether anything can be inside."""
         return bool(self.low < self.high)
+
+
+class _Span(NamedTuple):
+    """A stretch of a sorted sample between whose ends ranks lie, most likely.
+
+    Attributes:
+        first: Place of the lower end.
+        stop: One behind the place of the upper end.
+        ranks: Ascending.
+        place: Where in the stretch the middle one of the ranks lies most likely.
+        is_lowest: Whether the ranks may lie before the sample.
+        is_highest: Whether they may lie behind it.
+    """
+
+    first: int
+    stop: int
+    ranks: tuple[int, ...]
+    place: int
+    is_lowest: bool
+    is_highest: bool
 
 
 _Comparison: TypeAlias = tuple[np.ufunc, np.number[Any]]
@@ -222,7 +250,7 @@ def _numbers_true(
                 found = odd if odd is not None and index == 0 else mask
                 numbers[index] += int(np.count_nonzero(compare(piece, value, out=found)))
                 if odd is not None and index:
-                    np.not_equal(odd, mask, out=odd)
+                    np.bitwise_xor(odd, mask, out=odd)
     return numbers
 
 
@@ -239,12 +267,31 @@ def _brackets(
 ) -> list[_Bracket]:
     """Returns brackets whose insides do not overlap, in ascending order; together they have all ranks."""
     num_sampled = _num_sampled(entries.size)
-    places = _stretches(num_sampled, _ROW_BYTES // entries.itemsize) + _offsets()[:num_sampled]
-    sample = entries.take((places * (entries.size / num_sampled)).astype(np.intp))
+    sample = entries.take(sampled_places(entries.size, num_sampled, _ROW_BYTES // entries.itemsize))
+    spans = _spans(entries.size, num_sampled, tuple(ranks), _NUM_DEVIATIONS)
+    stretches = _in_order(sample, [(span.first, span.stop) for span in spans])
+    brackets: list[_Bracket] = []
+    for span, stretch in zip(spans, stretches, strict=True):
+        # Infinities and NaN are no ends.
+        if not stretch[0] >= low:
+            stretch[: stretch.searchsorted(low)] = low
+        if not stretch[-1] <= high:
+            stretch[stretch.searchsorted(high, "right") :] = high
+        bracket_low = low if span.is_lowest else stretch[0]
+        bracket_high = high if span.is_highest else stretch[-1]
+        brackets.append(_Bracket(bracket_low, bracket_high, span.ranks, stretch, span.place))
+    return brackets
+
+
+@lru_cache(maxsize=64)
+def _spans(
+    num_entries: int, num_sampled: int, ranks: tuple[int, ...], num_deviations: float
+) -> tuple[_Span, ...]:
+    """Returns where in a sorted sample the ranks lie most likely; ranks whose spans meet share one."""
     spans: list[tuple[int, int, list[int]]] = []
     for rank in ranks:
-        share = (rank + 0.5) / entries.size
-        margin = _NUM_DEVIATIONS * math.sqrt(num_sampled * share * (1.0 - share)) + 1.0
+        share = (rank + 0.5) / num_entries
+        margin = num_deviations * math.sqrt(num_sampled * share * (1.0 - share)) + 1.0
         first = max(math.floor(share * num_sampled - margin), -1)
         last = min(math.ceil(share * num_sampled + margin), num_sampled)
         if spans and first <= spans[-1][1]:
@@ -252,21 +299,19 @@ def _brackets(
             spans.append((first, last, [*others, rank]))
         else:
             spans.append((first, last, [rank]))
-    stretches = _in_order(sample, [(max(first, 0), last + 1) for first, last, _ in spans])
-    for stretch in stretches:
-        # Infinities and NaN are no ends.
-        stretch[: stretch.searchsorted(low)] = low
-        stretch[stretch.searchsorted(high, "right") :] = high
-    return [
-        _Bracket(
-            low=stretch[0] if first >= 0 else low,
-            high=stretch[-1] if last < num_sampled else high,
-            ranks=tuple(shared),
-            sampled=stretch,
-            place=int((shared[len(shared) // 2] + 0.5) / entries.size * num_sampled) - max(first, 0),
-        )
-        for (first, last, shared), stretch in zip(spans, stretches, strict=True)
-    ]
+    return tuple(
+        [
+            _Span(
+                first=max(first, 0),
+                stop=last + 1,
+                ranks=tuple(shared),
+                place=int((shared[len(shared) // 2] + 0.5) / num_entries * num_sampled) - max(first, 0),
+                is_lowest=first < 0,
+                is_highest=last >= num_sampled,
+            )
+            for first, last, shared in spans
+        ]
+    )
 
 
 def _in_order(sample: Array, spans: Sequence[tuple[int, int]]) -> list[Array]:
@@ -394,7 +439,7 @@ def _collect(entries: Array, brackets: Sequence[_Bracket]) -> Array | None:
                 if comparison in numbers:
                     numbers[comparison] += int(np.count_nonzero(other))
                 if comparison in telling:
-                    is_odd = np.not_equal(is_odd, other, out=mask)
+                    is_odd = np.bitwise_xor(is_odd, other, out=mask)
             if is_any_wide:
                 if not telling:
                     np.copyto(mask, is_odd)
@@ -435,32 +480,36 @@ def _locate(
     """
     places: dict[int, int] = {}
     values: dict[int, np.number[Any]] = {}
+    stretches: list[Stretch] = []
     num_before = 0
     for bracket in brackets:
-        num_up_to = int(np.count_nonzero(bracket.up_to(inside, bracket.high)))
-        if bracket.pivot is not None:
-            bracket.num_at_most_low -= int(np.count_nonzero(inside <= bracket.pivot)) - num_before
-        number = num_up_to - num_before
-        lying: dict[int, int] = {}
+        num_up_to = inside.size
+        if bracket is not brackets[-1]:
+            num_up_to = int(np.count_nonzero(bracket.up_to(inside, bracket.high)))
+        if bracket.pivot is not None and bracket.pivot > bracket.low:
+            is_end = bracket.pivot >= bracket.high
+            num_up_to_pivot = num_up_to if is_end else int(np.count_nonzero(inside <= bracket.pivot))
+            bracket.num_at_most_low -= num_up_to_pivot - num_before
+        lying: list[int] = []
         for rank in bracket.ranks:
-            place = rank - bracket.num_at_most_low
-            if 0 <= place < number:
-                lying[num_before + place] = rank
+            place = rank - bracket.num_at_most_low + num_before
+            if num_before <= place < num_up_to:
+                places[rank] = place
+                lying.append(place)
                 continue
             value = ends.at(bracket, rank)
             if value is None:
                 return None
             values[rank] = value
-        found = None
         if lying:
             low, high = float(bracket.low), float(bracket.high)
-            found = interpolated(inside, list(lying), low, high, num_before, number)
-        if found is None:
-            places |= {rank: place for place, rank in lying.items()}
-        else:
-            values |= {rank: found[place] for place, rank in lying.items()}
+            stretches.append(Stretch(lying, low, high, num_before, num_up_to - num_before))
         num_before = num_up_to
-    return places, values
+    found = sorted_few(inside, places.values())
+    if found is None:
+        found = interpolated(inside, stretches)
+    values |= {rank: found[place] for rank, place in places.items() if place in found}
+    return {rank: place for rank, place in places.items() if place not in found}, values
 
 
 def room_for_mask(size: int) -> int:
@@ -481,15 +530,15 @@ def entries_of_true(entries: Array, mask: Array) -> Array:
     eights = mask[:whole].view(np.uint64)
     is_any = eights != 0
     if np.count_nonzero(is_any) * 2 < is_any.size:
-        chosen = np.flatnonzero(is_any)
+        chosen = is_any.nonzero()[0]
         near = entries[:whole].reshape(-1, 8).take(chosen, axis=0).reshape(-1)
-        found = near.take(np.flatnonzero(eights.take(chosen).view(np.bool_)))
+        found = near.take(eights.take(chosen).view(np.bool_).nonzero()[0])
         return found if size == whole else np.concatenate((found, entries[whole:][mask[whole:size]]))
     number = int(np.count_nonzero(mask[:size]))
     if number * 10 > size:
-        return entries.take(np.flatnonzero(mask[:size]))
+        return entries.take(mask[:size].nonzero()[0])
     mask[size:] = True
-    return entries.take(np.flatnonzero(mask[: size * 9 // 8 + 1])[:number])
+    return entries.take(mask[: size * 9 // 8 + 1].nonzero()[0][:number])
 
 
 def _in_place(entries: Array, asked: Mapping[int, int]) -> dict[int, np.number[Any]]:
@@ -501,10 +550,12 @@ def _in_place(entries: Array, asked: Mapping[int, int]) -> dict[int, np.number[A
 
 
 @lru_cache(maxsize=16)
-def _stretches(number: int, row: int) -> Array:
-    """Returns the numbers of equal stretches; those of a row come from everywhere, where there are rows."""
+def sampled_places(num_entries: int, number: int, row: int) -> Array:
+    """Returns where to sample: in each of equal stretches, of which a row has some from everywhere."""
     stretches = np.arange(number)
-    return stretches if number % row else stretches.reshape(row, -1).T.ravel()
+    if number % row == 0:
+        stretches = stretches.reshape(row, -1).T.ravel()
+    return ((stretches + _offsets()[:number]) * (num_entries / number)).astype(np.intp)
 
 
 @cache
