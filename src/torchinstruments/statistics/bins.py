@@ -106,7 +106,14 @@ def edges_between(rule: BinRule, low: float, high: float) -> Array:
 @lru_cache(maxsize=16)
 def _edges_between(rule: BinRule, low: float, high: float) -> Array:
     """Returns the edges for one tensor."""
-    edges = bin_edges(rule, np.array([low]), np.array([high]))[0]
+    edges: Array | None = None
+    if rule.value_range is None and 0.0 < high - low < math.inf:
+        # What `bin_edges` comes to for one range of a width, without what it takes to do many at once.
+        edges = _ways(rule.num_bins) * (high - low)
+        edges += low
+        edges[0], edges[-1] = low, high
+    if edges is None or not (edges[1:] > edges[:-1]).all():
+        edges = bin_edges(rule, np.array([low]), np.array([high]))[0]
     edges.setflags(write=False)
     return edges
 

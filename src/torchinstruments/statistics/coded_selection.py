@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from torchinstruments.statistics.spare import borrowed
 
 __all__ = ["LEAST_SPARED", "MAX_CODED", "Coded", "select_by_codes", "select_coded"]
 
-MAX_CODED = 1 << 17
+MAX_CODED = 3 << 16
 """Entries of more of which ranks are found sooner by comparisons with a few of them."""
 
 LEAST_SPARED = 8
@@ -49,9 +49,12 @@ _NUM_SAMPLED = 512
 _NUM_DEVIATIONS = 4.0
 """How far beyond the ranks there are intervals, in standard deviations of a rank in the sample."""
 
-_LEAST_BEYOND = 32
+_LEAST_BEYOND = 16
 """One sampled entry of so many is beyond the intervals on each side, or fewer: the counts of codes that very
 many entries have take twice as long."""
+
+_LEAST_CROWDED = 48
+"""One sampled entry of so many, on each side of a rank, is too many for a code: of three, one of eight."""
 
 _LAST = 255
 """The highest code that a byte holds."""
@@ -76,6 +79,20 @@ class Coded:
     zero_code: int | None
 
 
+class _Span(NamedTuple):
+    """Places in a sorted sample.
+
+    Attributes:
+        first: Below ranks and all between them, most likely.
+        last: Above them.
+        around: For each rank two places so far from it that what lies between them is too much for one code.
+    """
+
+    first: int
+    last: int
+    around: tuple[tuple[int, int], ...]
+
+
 def select_by_codes(
     entries: Array, low: np.number[Any], high: np.number[Any], ranks: Sequence[int]
 ) -> Selection | None:
@@ -94,13 +111,16 @@ def select_by_codes(
     number = min(_NUM_SAMPLED, entries.size)
     sample = entries.take(sampled_places(entries.size, number, number))
     sample.sort()
-    first, last = _likely_span(entries.size, number, ranks[0], ranks[-1])
-    width = (sample[last] - sample[first]) / (_LAST - 1)
+    span = _span(entries.size, number, tuple(ranks))
+    width = (sample[span.last] - sample[span.first]) / (_LAST - 1)
     scale = 1 / width
     if not 0 < scale < math.inf:
         return None
+    for before, behind in span.around:
+        if sample[behind] - sample[before] < width:
+            return None
     # What is below the span has code 0, what is above it the last code.
-    anchor = sample[first] - width
+    anchor = sample[span.first] - width
     with borrowed(entries.size) as codes:
         with borrowed(entries.itemsize * min(CHUNK, entries.size)) as memory:
             places = memory.view(entries.dtype)
@@ -111,18 +131,26 @@ def select_by_codes(
                 np.multiply(found, scale, out=found)
                 found.clip(0, _LAST, out=found)
                 np.copyto(codes[start : start + CHUNK], found, casting="unsafe")
-        zero_code = int(min(max((entries.dtype.type(0) - anchor) * scale, 0), _LAST))
+        zero_code = int(min(max(float((entries.dtype.type(0) - anchor) * scale), 0.0), _LAST))
         coded = Coded(codes, count_bytes(codes), float(anchor), float(width), zero_code)
         return select_coded(entries, coded, ranks, low, high)
 
 
 @lru_cache(maxsize=64)
-def _likely_span(num_entries: int, number: int, first: int, last: int) -> tuple[int, int]:
-    """Returns the places in a sorted sample between which two ranks and all between them lie most likely."""
-    spared = number // _LEAST_BEYOND
-    low, high = [(rank + 0.5) / num_entries * number for rank in (first, last)]
-    below, above = [_NUM_DEVIATIONS * math.sqrt(place * (1.0 - place / number)) + 1.0 for place in (low, high)]
-    return min(max(int(low - below), 0), spared), max(min(int(high + above), number - 1), number - 1 - spared)
+def _span(num_entries: int, number: int, ranks: tuple[int, ...]) -> _Span:
+    """Returns where ranks and all between them lie most likely."""
+    places = [(rank + 0.5) / num_entries * number for rank in ranks]
+    below, above = [
+        _NUM_DEVIATIONS * math.sqrt(place * (1.0 - place / number)) + 1.0 for place in (places[0], places[-1])
+    ]
+    beyond, few = number // _LEAST_BEYOND, number // _LEAST_CROWDED
+    return _Span(
+        first=min(max(int(places[0] - below), 0), beyond),
+        last=max(min(int(places[-1] + above), number - 1), number - 1 - beyond),
+        around=tuple(
+            dict.fromkeys((max(int(place) - few, 0), min(int(place) + few, number - 1)) for place in places)
+        ),
+    )
 
 
 def select_coded(
@@ -140,8 +168,8 @@ def select_coded(
     up_to: list[int] = coded.counts.cumsum().tolist()
     codes = [bisect_right(up_to, rank) for rank in ranks]
     zero_code, chosen = coded.zero_code, set(codes)
-    num_with_zero = None if zero_code is None else int(coded.counts[zero_code])
-    if num_with_zero and num_with_zero * _LEAST_BESIDE_ZERO < entries.size:
+    num_zero = None if zero_code is None else int(coded.counts[zero_code])
+    if zero_code is not None and num_zero and num_zero * _LEAST_BESIDE_ZERO < entries.size:
         chosen.add(zero_code)
     # By code: how many entries have lower ones and are not collected.
     skipped: dict[int, int] = {}
@@ -176,10 +204,8 @@ def select_coded(
         missed = [place for place in places.values() if place not in found]
         if missed:
             found |= select(nearby, missed, low, high).by_rank
-    if num_with_zero:
+    if num_zero:
         num_zero = int(np.count_nonzero(nearby == 0)) if zero_code in skipped else None
-    else:
-        num_zero = num_with_zero
     return Selection({rank: found[place] for rank, place in places.items()}, num_zero)
 
 

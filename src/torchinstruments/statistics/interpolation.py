@@ -81,7 +81,7 @@ def interpolated(entries: Array, stretches: Sequence[Stretch]) -> dict[int, np.n
             is_wanted = is_about if is_wanted is None else np.logical_or(is_wanted, is_about, out=is_wanted)
     if is_wanted is None:
         return {}
-    ordered = np.sort(entries.take(np.flatnonzero(is_wanted)))
+    ordered = np.sort(entries.take(is_wanted.nonzero()[0]))
     found: dict[int, np.number[Any]] = {}
     for stretch, end, start in hits:
         place = int(ordered.searchsorted(end, "right")) - start

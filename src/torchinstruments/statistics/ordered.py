@@ -242,11 +242,11 @@ def count_bytes(codes: Array) -> Array:
     torch counts bytes as they are, where NumPy makes indices of them first. It looks for the highest one
     before it counts, and of more entries than these it would do so in several threads.
     """
-    pieces = [codes[start : start + ONE_THREAD] for start in range(0, codes.size, ONE_THREAD)]
-    counts, *others = [torch.bincount(torch.from_numpy(piece), minlength=256) for piece in pieces]
-    for other in others:
-        counts += other
-    return counts.numpy()
+    counts = np.zeros(256, np.int64)
+    for start in range(0, codes.size, ONE_THREAD):
+        piece = torch.from_numpy(codes[start : start + ONE_THREAD])
+        counts += torch.bincount(piece, minlength=256).numpy()
+    return counts
 
 
 def _count_beside(by_code: Array, codes: Array, prevailing: np.integer[Any]) -> None:

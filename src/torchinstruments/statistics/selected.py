@@ -121,7 +121,9 @@ class SelectedEntries:
 
     def up_to_edges(self, edges: Array) -> Array:
         """Returns how many finite entries stand below each edge, at or below the last one."""
-        if self._binned is not None and (edges is self._binned.edges or np.array_equal(edges, self._binned.edges)):
+        if self._binned is not None and (
+            edges is self._binned.edges or np.array_equal(edges, self._binned.edges)
+        ):
             return self._binned.up_to
         entries = self._finite_entries()
         counts = counted_bins(entries, edges, float(self._low), float(self._high))

@@ -339,12 +339,18 @@ def _in_order(sample: Array, spans: Sequence[tuple[int, int]]) -> list[Array]:
 def _stretch(rows: Array, start: int, stop: int) -> Array:
     """Returns what most likely stands at some places among all entries of sorted rows."""
     num_rows, size = rows.shape
-    share = (start + stop) / 2 / rows.size
-    margin = _NUM_DEVIATIONS * math.sqrt(size * share * (1.0 - share)) + 1.0
-    first = max(math.floor(start / num_rows - margin), 0)
-    window = rows[:, first : math.ceil(stop / num_rows + margin)].ravel()
+    first, last = _window(num_rows, size, start, stop)
+    window = rows[:, first:last].ravel()
     window.sort()
     return window[start - first * num_rows : stop - first * num_rows]
+
+
+@lru_cache(maxsize=64)
+def _window(num_rows: int, size: int, start: int, stop: int) -> tuple[int, int]:
+    """Returns between which places of each row stands what is at some places among all entries."""
+    share = (start + stop) / 2 / (num_rows * size)
+    margin = _NUM_DEVIATIONS * math.sqrt(size * share * (1.0 - share)) + 1.0
+    return max(math.floor(start / num_rows - margin), 0), math.ceil(stop / num_rows + margin)
 
 
 def _num_sampled(num_entries: int) -> int:
