@@ -121,16 +121,16 @@ def select_by_codes(
             return None
     # What is below the span has code 0, what is above it the last code.
     anchor = sample[span.first] - width
-    with borrowed(entries.size) as codes:
-        with borrowed(entries.itemsize * min(CHUNK, entries.size)) as memory:
-            places = memory.view(entries.dtype)
-            for start in range(0, entries.size, CHUNK):
-                # Each step leaves entries in their order.
-                piece = entries[start : start + CHUNK]
-                found = np.subtract(piece, anchor, out=places[: piece.size])
-                np.multiply(found, scale, out=found)
-                found.clip(0, _LAST, out=found)
-                np.copyto(codes[start : start + CHUNK], found, casting="unsafe")
+    places_bytes = entries.itemsize * min(CHUNK, entries.size)
+    with borrowed(places_bytes + entries.size) as memory:
+        places, codes = memory[:places_bytes].view(entries.dtype), memory[places_bytes:]
+        for start in range(0, entries.size, CHUNK):
+            # Each step leaves entries in their order.
+            piece = entries[start : start + CHUNK]
+            found = np.subtract(piece, anchor, out=places[: piece.size])
+            np.multiply(found, scale, out=found)
+            found.clip(0, _LAST, out=found)
+            np.copyto(codes[start : start + CHUNK], found, casting="unsafe")
         zero_code = int(min(max(float((entries.dtype.type(0) - anchor) * scale), 0.0), _LAST))
         coded = Coded(codes, count_bytes(codes), float(anchor), float(width), zero_code)
         return select_coded(entries, coded, ranks, low, high)
