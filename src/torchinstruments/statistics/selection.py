@@ -568,7 +568,7 @@ def _in_place(entries: Array, asked: Mapping[int, int]) -> dict[int, np.number[A
     return {wanted: ordered[rank] for rank, wanted in asked.items()}
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=32)
 def sampled_places(num_entries: int, number: int, row: int) -> Array:
     """Returns where to sample: in each of equal stretches, of which a row has some from everywhere."""
     stretches = np.arange(number)
