@@ -10,7 +10,7 @@ long as it takes to compare all entries with a few of them, and less is to be de
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -181,32 +181,58 @@ def select_coded(
     if num_collected * LEAST_SPARED > entries.size:
         return None
     nearby = _with_codes(entries, coded.codes, list(skipped))
-    places = {rank: rank - skipped[code] for rank, code in zip(ranks, codes, strict=True)}
-    found = sorted_few(nearby, places.values())
-    if found is None:
-        by_code: dict[int, list[int]] = {}
-        for code, place in zip(codes, places.values(), strict=True):
-            by_code.setdefault(code, []).append(place)
-        stretches: list[Stretch] = []
-        for code, shared in by_code.items():
-            start = up_to[code - 1] if code else 0
-            begin = coded.anchor + code * coded.width
-            stretches.append(
-                Stretch(
-                    ranks=shared,
-                    low=max(begin, float(low)) if code else float(low),
-                    high=min(begin + coded.width, float(high)) if code + 1 < len(up_to) else float(high),
-                    num_before=start - skipped[code],
-                    number=up_to[code] - start,
-                )
-            )
-        found = interpolated(nearby, stretches)
-        missed = [place for place in places.values() if place not in found]
-        if missed:
-            found |= select(nearby, missed, low, high).by_rank
+    ordered = sorted_few(nearby)
+    if ordered is None:
+        by_rank = _guessed(nearby, coded, dict(zip(ranks, codes, strict=True)), up_to, skipped, low, high)
+    else:
+        by_rank = {rank: ordered[rank - skipped[code]] for rank, code in zip(ranks, codes, strict=True)}
     if num_zero:
         num_zero = int(np.count_nonzero(nearby == 0)) if zero_code in skipped else None
-    return Selection({rank: found[place] for rank, place in places.items()}, num_zero)
+    return Selection(by_rank, num_zero)
+
+
+def _guessed(
+    nearby: Array,
+    coded: Coded,
+    by_rank: Mapping[int, int],
+    up_to: Sequence[int],
+    skipped: Mapping[int, int],
+    low: np.number[Any],
+    high: np.number[Any],
+) -> dict[int, np.number[Any]]:
+    """Returns entries by their rank, from where they would be among those of their code if these lay evenly.
+
+    Args:
+        nearby: Entries of some codes.
+        coded: The codes.
+        by_rank: The code of each rank.
+        up_to: For each code how many entries have none above it.
+        skipped: For each code of these entries, how many others have lower ones.
+        low: The lowest entry of all.
+        high: The highest entry.
+    """
+    places = {rank: rank - skipped[code] for rank, code in by_rank.items()}
+    by_code: dict[int, list[int]] = {}
+    for rank, code in by_rank.items():
+        by_code.setdefault(code, []).append(places[rank])
+    stretches: list[Stretch] = []
+    for code, shared in by_code.items():
+        start = up_to[code - 1] if code else 0
+        begin = coded.anchor + code * coded.width
+        stretches.append(
+            Stretch(
+                ranks=shared,
+                low=max(begin, float(low)) if code else float(low),
+                high=min(begin + coded.width, float(high)) if code + 1 < len(up_to) else float(high),
+                num_before=start - skipped[code],
+                number=up_to[code] - start,
+            )
+        )
+    found = interpolated(nearby, stretches)
+    missed = [place for place in places.values() if place not in found]
+    if missed:
+        found |= select(nearby, missed, low, high).by_rank
+    return {rank: found[place] for rank, place in places.items()}
 
 
 def _with_codes(entries: Array, codes: Array, chosen: Sequence[int]) -> Array:

@@ -5,7 +5,7 @@ counts prove whether the rank is among them. A guess that missed costs time, nev
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,12 +45,9 @@ class Stretch(NamedTuple):
     number: int
 
 
-def sorted_few(entries: Array, ranks: Iterable[int]) -> dict[int, np.number[Any]] | None:
-    """Returns the entries with these ranks; None of too many entries."""
-    if entries.size > _FEW:
-        return None
-    ordered = np.sort(entries)
-    return {rank: ordered[rank] for rank in ranks}
+def sorted_few(entries: Array) -> Array | None:
+    """Returns a sorted copy; None of too many entries."""
+    return np.sort(entries) if entries.size <= _FEW else None
 
 
 def interpolated(entries: Array, stretches: Sequence[Stretch]) -> dict[int, np.number[Any]]:

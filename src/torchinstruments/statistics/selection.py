@@ -247,10 +247,12 @@ def _numbers_true(
             mask = memory[: piece.size].view(np.bool_)
             odd = None if is_odd is None else is_odd[start : start + piece.size]
             for index, value in enumerate(values):
-                found = odd if odd is not None and index == 0 else mask
-                numbers[index] += int(np.count_nonzero(compare(piece, value, out=found)))
-                if odd is not None and index:
-                    np.bitwise_xor(odd, mask, out=odd)
+                if odd is None or index:
+                    numbers[index] += int(np.count_nonzero(compare(piece, value, mask)))
+                    if odd is not None:
+                        np.bitwise_xor(odd, mask, odd)
+                else:
+                    numbers[index] += int(np.count_nonzero(compare(piece, value, odd)))
     return numbers
 
 
@@ -511,11 +513,17 @@ def _locate(
             low, high = float(bracket.low), float(bracket.high)
             stretches.append(Stretch(lying, low, high, num_before, num_up_to - num_before))
         num_before = num_up_to
-    found = sorted_few(inside, places.values())
-    if found is None:
-        found = interpolated(inside, stretches)
-    values |= {rank: found[place] for rank, place in places.items() if place in found}
-    return {rank: place for rank, place in places.items() if place not in found}, values
+    ordered = sorted_few(inside)
+    if ordered is not None:
+        return {}, values | {rank: ordered[place] for rank, place in places.items()}
+    found = interpolated(inside, stretches)
+    missed: dict[int, int] = {}
+    for rank, place in places.items():
+        if place in found:
+            values[rank] = found[place]
+        else:
+            missed[rank] = place
+    return missed, values
 
 
 def room_for_mask(size: int) -> int:

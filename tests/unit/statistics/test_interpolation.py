@@ -74,6 +74,8 @@ def test_few_entries_are_sorted() -> None:
     """As many as take less time than a guess; a copy of them."""
     entries = np.random.default_rng(2).random(module._FEW)
     before = entries.copy()
-    assert sorted_few(entries, [7, 0]) == {7: np.sort(entries)[7], 0: entries.min()}
+    ordered = sorted_few(entries)
+    assert ordered is not None
+    assert ordered.tolist() == sorted(before.tolist())
     assert entries.tobytes() == before.tobytes()
-    assert sorted_few(np.zeros(module._FEW + 1), [7]) is None
+    assert sorted_few(np.zeros(module._FEW + 1)) is None
