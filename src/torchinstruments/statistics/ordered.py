@@ -240,11 +240,12 @@ def count_bytes(codes: Array) -> Array:
     """Returns how many entries of a flat uint8 array have each of 256 codes, where none prevails; int64.
 
     torch counts bytes as they are, where NumPy makes indices of them first. It looks for the highest one
-    before it counts, and of more entries than these it would do so in several threads.
+    before it counts, which is the only part of it that it would do in several threads, if it has them.
     """
+    step = ONE_THREAD if torch.get_num_threads() > 1 else codes.size
     counts = np.zeros(256, np.int64)
-    for start in range(0, codes.size, ONE_THREAD):
-        piece = torch.from_numpy(codes[start : start + ONE_THREAD])
+    for start in range(0, codes.size, step):
+        piece = torch.from_numpy(codes[start : start + step])
         counts += torch.bincount(piece, minlength=256).numpy()
     return counts
 
