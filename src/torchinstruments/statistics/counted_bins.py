@@ -14,7 +14,7 @@ import numpy as np
 
 from torchinstruments.statistics.bins import first_values, sorted_counts, thresholds
 from torchinstruments.statistics.moments import CHUNK, Array
-from torchinstruments.statistics.ordered import MAX_NARROW_COUNT, count_codes
+from torchinstruments.statistics.ordered import count_bytes
 from torchinstruments.statistics.selection import count_true
 from torchinstruments.statistics.spare import borrowed
 
@@ -128,32 +128,19 @@ def write_codes(entries: Array, grid: Grid, codes: Array) -> None:
         grid: Where to place them.
         codes: uint8, as many.
     """
-    coder = _coder(grid, entries.dtype)
-    with borrowed(9 * min(CHUNK, entries.size)) as memory:
-        for start in range(0, entries.size, CHUNK):
-            coder.code(entries[start : start + CHUNK], codes[start : start + CHUNK], memory)
+    _coder(grid, entries.dtype).write(entries, codes)
 
 
 def _code_counts(entries: Array, grid: Grid) -> Array:
-    """Returns how many entries have each code, however many of them have the same one."""
-    # Two neighbours are counted at once.
-    table = np.zeros(grid.num_codes << 8, dtype=np.int32 if entries.size < MAX_NARROW_COUNT else np.int64)
-    singles = np.zeros(grid.num_codes, dtype=np.int64)
+    """Returns how many entries have each code."""
     coder = _coder(grid, entries.dtype)
-    with borrowed(min(_BLOCK, entries.size)) as codes, borrowed(9 * min(CHUNK, entries.size)) as memory:
+    counts = np.zeros(256, np.int64)
+    with borrowed(min(_BLOCK, entries.size)) as codes:
         for start in range(0, entries.size, _BLOCK):
             block = entries[start : start + _BLOCK]
-            found = codes[: block.size]
-            for first in range(0, block.size, CHUNK):
-                coder.code(block[first : first + CHUNK], found[first : first + CHUNK], memory)
-            num_paired = block.size - block.size % 2
-            count_codes(table, found[:num_paired].view(np.uint16))
-            if num_paired < block.size:
-                singles[found[-1]] += 1
-    by_pair = table.reshape(grid.num_codes, 256)
-    # What holds the counts of pairs holds their sums: without another dtype there is no copy.
-    left, right = [np.add.reduce(by_pair, axis=axis, dtype=table.dtype) for axis in (1, 0)]
-    return singles + left + right[: grid.num_codes]
+            coder.write(block, codes[: block.size])
+            counts += count_bytes(codes[: block.size])
+    return counts[: grid.num_codes]
 
 
 def _coder(grid: Grid, dtype: np.dtype[Any]) -> "_Coder":
@@ -176,7 +163,13 @@ class _Coder:
     places: "_Places"
     is_sure: bool
 
-    def code(self, piece: Array, codes: Array, memory: Array) -> None:
+    def write(self, entries: Array, codes: Array) -> None:
+        """Writes the codes of entries."""
+        with borrowed(9 * min(CHUNK, entries.size)) as memory:
+            for start in range(0, entries.size, CHUNK):
+                self._write_piece(entries[start : start + CHUNK], codes[start : start + CHUNK], memory)
+
+    def _write_piece(self, piece: Array, codes: Array, memory: Array) -> None:
         """Writes the codes of a piece; the memory has nine bytes for each entry."""
         found = self.places.of(piece, memory[: 8 * piece.size].view(np.float64))
         if self.is_sure:
