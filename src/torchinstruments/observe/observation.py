@@ -131,6 +131,7 @@ class Part:
     observations: list[Observation] = field(default_factory=list)
 
 
+_INTEGERS = frozenset({int})
 _STAGE_TEXTS = {stage: stage.value for stage in Stage}
 _Filled: Any = make_dataclass("_Filled", [(one.name, one.type) for one in fields(Measurement)], slots=True)
 """A `Measurement` while its fields are set, which takes three times as long where they are frozen."""
@@ -469,7 +470,7 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     except Exception:  # noqa: BLE001 - nested tensors of the older kind have none
         return ()
     # Jagged tensors have symbolic lengths, and to make a number of one may add a guard to a program.
-    return shape if all(type(size) is int for size in shape) else ()
+    return shape if _INTEGERS.issuperset(map(type, shape)) else ()
 
 
 def _dtype(tensor: torch.Tensor) -> str:

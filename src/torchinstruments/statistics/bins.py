@@ -21,6 +21,8 @@ __all__ = [
     "BinRule",
     "Binned",
     "bin_edges",
+    "edges_between",
+    "first_values",
     "fixed_edges",
     "float_ends",
     "sorted_counts",
@@ -89,6 +91,33 @@ def bin_edges(rule: BinRule, low: Array, high: Array) -> Array:
     return edges
 
 
+def edges_between(rule: BinRule, low: float, high: float) -> Array:
+    """Returns the edges for one tensor; they are kept for a while, and not to be written to.
+
+    Args:
+        rule: How bins are placed.
+        low: The first edge; not looked at where the range is fixed.
+        high: The last edge, not below the first one.
+    """
+    # Zeros of both signs are one key.
+    return _edges_between(rule, low + 0.0, high + 0.0)
+
+
+@lru_cache(maxsize=16)
+def _edges_between(rule: BinRule, low: float, high: float) -> Array:
+    """Returns the edges for one tensor."""
+    edges: Array | None = None
+    if rule.value_range is None and 0.0 < high - low < math.inf:
+        # What `bin_edges` comes to for one range of a width, without what it takes to do many at once.
+        edges = _ways(rule.num_bins) * (high - low)
+        edges += low
+        edges[0], edges[-1] = low, high
+    if edges is None or not (edges[1:] > edges[:-1]).all():
+        edges = bin_edges(rule, np.array([low]), np.array([high]))[0]
+    edges.setflags(write=False)
+    return edges
+
+
 @lru_cache(maxsize=32)
 def fixed_edges(num_bins: int, low: float, high: float) -> Array:
     """Returns the edges of a fixed range; two of them may be equal where the range is too narrow."""
@@ -123,6 +152,12 @@ def thresholds(edges: Array, dtype: np.dtype) -> Array:
     is_low = values < edges
     is_low[..., -1] = values[..., -1] <= edges[..., -1]
     return np.where(is_low, np.nextafter(values, dtype.type(np.inf)), values)
+
+
+def first_values(edges: Array, dtype: np.dtype) -> Array:
+    """Returns for each edge the first value of a floating-point dtype that is not below it."""
+    values = edges.astype(dtype)
+    return np.where(values < edges, np.nextafter(values, dtype.type(np.inf)), values)
 
 
 def sorted_counts(entries: Array, edges: Array) -> Array:

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from torchinstruments.statistics.bins import sorted_counts, thresholds
+from torchinstruments.statistics.bins import first_values, sorted_counts, thresholds
 from torchinstruments.statistics.moments import CHUNK, Array
-from torchinstruments.statistics.ordered import MAX_NARROW_COUNT, count_codes
+from torchinstruments.statistics.ordered import count_bytes
 from torchinstruments.statistics.selection import count_true
 from torchinstruments.statistics.spare import borrowed
 
-__all__ = ["BLOCK", "MAX_EDGES", "Grid", "code_counts", "counted_bins", "grid_of", "is_held", "with_ends"]
+__all__ = ["MAX_EDGES", "Grid", "counted_bins", "grid_of", "is_held", "with_ends", "write_codes"]
 
-BLOCK = 4 * CHUNK
+_BLOCK = 4 * CHUNK
 """Entries whose codes are counted at a time."""
 
 MAX_EDGES = 253
@@ -79,8 +79,7 @@ def counted_bins(entries: Array, edges: Array, low: float, high: float) -> Array
     grid = grid_of(edges, low, high)
     if grid is None:
         return None
-    with borrowed(min(BLOCK, entries.size)) as codes:
-        counts = code_counts(entries, grid, codes)
+    counts = _code_counts(entries, grid)
     return with_ends(entries, edges, high, grid, counts.cumsum()[: grid.edges.size])
 
 
@@ -121,33 +120,33 @@ def _at_most(entries: Array, edge: float) -> int:
     return count_true(entries, np.less, value)
 
 
-def code_counts(entries: Array, grid: Grid, codes: Array) -> Array:
-    """Returns how many entries have each code.
+def write_codes(entries: Array, grid: Grid, codes: Array) -> None:
+    """Writes the code of each entry.
 
     Args:
         entries: Flat and finite.
         grid: Where to place them.
-        codes: Takes the codes of a block, or of all entries if it is as large.
+        codes: uint8, as many.
     """
+    _coder(grid, entries.dtype).write(entries, codes)
+
+
+def _code_counts(entries: Array, grid: Grid) -> Array:
+    """Returns how many entries have each code."""
+    coder = _coder(grid, entries.dtype)
+    counts = np.zeros(256, np.int64)
+    with borrowed(min(_BLOCK, entries.size)) as codes:
+        for start in range(0, entries.size, _BLOCK):
+            block = entries[start : start + _BLOCK]
+            coder.write(block, codes[: block.size])
+            counts += count_bytes(codes[: block.size])
+    return counts[: grid.num_codes]
+
+
+def _coder(grid: Grid, dtype: np.dtype[Any]) -> "_Coder":
+    """Returns what finds the codes of entries of a dtype."""
     places = _Places(grid.anchor, _SCALE / grid.width, math.inf if grid.is_inside else grid.edges.size + 0.5)
-    coder = _Coder(grid, places, is_sure=places.tell_sides(grid.edges, entries.dtype))
-    # Two neighbours are counted at once.
-    table = np.zeros(grid.num_codes << 8, dtype=np.int32 if entries.size < MAX_NARROW_COUNT else np.int64)
-    singles = np.zeros(grid.num_codes, dtype=np.int64)
-    with borrowed(9 * min(CHUNK, entries.size)) as memory:
-        for start in range(0, entries.size, BLOCK):
-            block = entries[start : start + BLOCK]
-            found = codes[start if codes.size >= entries.size else 0 :][: block.size]
-            for first in range(0, block.size, CHUNK):
-                coder.code(block[first : first + CHUNK], found[first : first + CHUNK], memory)
-            num_paired = block.size - block.size % 2
-            count_codes(table, found[:num_paired].view(np.uint16))
-            if num_paired < block.size:
-                singles[found[-1]] += 1
-    by_pair = table.reshape(grid.num_codes, 256)
-    # What holds the counts of pairs holds their sums: without another dtype there is no copy.
-    left, right = [np.add.reduce(by_pair, axis=axis, dtype=table.dtype) for axis in (1, 0)]
-    return singles + left + right[: grid.num_codes]
+    return _Coder(grid, places, is_sure=places.tell_sides(grid.edges, dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +163,13 @@ class _Coder:
     places: "_Places"
     is_sure: bool
 
-    def code(self, piece: Array, codes: Array, memory: Array) -> None:
+    def write(self, entries: Array, codes: Array) -> None:
+        """Writes the codes of entries."""
+        with borrowed(9 * min(CHUNK, entries.size)) as memory:
+            for start in range(0, entries.size, CHUNK):
+                self._write_piece(entries[start : start + CHUNK], codes[start : start + CHUNK], memory)
+
+    def _write_piece(self, piece: Array, codes: Array, memory: Array) -> None:
         """Writes the codes of a piece; the memory has nine bytes for each entry."""
         found = self.places.of(piece, memory[: 8 * piece.size].view(np.float64))
         if self.is_sure:
@@ -207,7 +212,7 @@ class _Places:
     def tell_sides(self, edges: Array, dtype: np.dtype[Any]) -> bool:
         """Returns whether every entry of a dtype comes out on its own side of each edge."""
         if dtype.kind == "f":
-            first = thresholds(np.append(edges, np.inf), dtype)[:-1]
+            first = first_values(edges, dtype)
             last = np.nextafter(first, dtype.type(-np.inf))
         else:
             first = np.ceil(edges)

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
 
-from torchinstruments.statistics.bins import Binned, BinRule, bin_edges, float_ends
+from torchinstruments.statistics.bins import Binned, BinRule, edges_between, float_ends
 from torchinstruments.statistics.facts import EMPTY, QUARTERS, Facts, quartile_position
 from torchinstruments.statistics.measured import Measured
 from torchinstruments.statistics.moments import CHUNK, NO_MOMENTS, Array, moments
@@ -65,11 +66,7 @@ def _facts(ordered: OrderedEntries, num_distinct: int, repeats: int) -> Facts:
     num_entries = num_distinct * repeats
     if num_finite == 0:
         return Facts(num_entries, 0, num_nonfinite, NO_MOMENTS, 0.0, 0.0)
-    ranks = [0, num_finite - 1]
-    for quarters in QUARTERS:
-        below, above, _ = quartile_position(num_finite * repeats, quarters)
-        ranks += [below // repeats, above // repeats]
-    low, high, *found = ordered.at(ranks)
+    low, high, *found = ordered.at(_ranks(num_finite, repeats))
     return Facts(
         num_entries=num_entries,
         num_zero=ordered.num_zero * repeats,
@@ -79,6 +76,16 @@ def _facts(ordered: OrderedEntries, num_distinct: int, repeats: int) -> Facts:
         maximum=high,
         quartiles=(*zip(found[::2], found[1::2], strict=True),),
     )
+
+
+@lru_cache(maxsize=64)
+def _ranks(num_finite: int, repeats: int) -> tuple[int, ...]:
+    """Returns the ranks of the lowest and the highest entry and of those around each quartile."""
+    ranks = [0, num_finite - 1]
+    for quarters in QUARTERS:
+        below, above, _ = quartile_position(num_finite * repeats, quarters)
+        ranks += [below // repeats, above // repeats]
+    return tuple(ranks)
 
 
 def _pivot(found: Sequence[float]) -> float:
@@ -101,7 +108,7 @@ def _binned(
     if not rules or facts.num_finite == 0:
         return ()
     low, high = float_ends(facts.minimum, facts.maximum)
-    every_edges = [bin_edges(rule, np.array([low]), np.array([high]))[0] for rule in rules]
+    every_edges = [edges_between(rule, low, high) for rule in rules]
     return tuple([Binned(edges, ordered.up_to_edges(edges) * repeats) for edges in every_edges])
 
 

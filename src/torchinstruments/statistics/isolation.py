@@ -17,13 +17,13 @@ import torch
 from torch._C import (
     DisableTorchFunction,
     DispatchKey,
+    _dispatch_tls_is_dispatch_key_included,
     _dispatch_tls_set_dispatch_key_excluded,
     _InferenceMode,
     _is_torch_function_mode_enabled,
     _len_torch_dispatch_stack,
     _set_grad_enabled,
 )
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 
 __all__ = ["functions_off", "isolated", "unintercepted"]
 
@@ -64,7 +64,7 @@ class isolated(_InferenceMode):  # noqa: N801 - reads as the verb it is, like to
             for kind in device_types:
                 if torch.is_autocast_enabled(kind):
                     torch.set_autocast_enabled(kind, False)  # noqa: FBT003
-            if _len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch():
+            if _len_torch_dispatch_stack() or _dispatch_tls_is_dispatch_key_included(DispatchKey.PreDispatch):
                 for key in _OF_DISPATCH_MODES:
                     _dispatch_tls_set_dispatch_key_excluded(key, True)  # noqa: FBT003
         except BaseException:

@@ -22,14 +22,14 @@ import torch
 from torchinstruments.statistics.bins import sorted_counts
 from torchinstruments.statistics.host_memory import as_array
 from torchinstruments.statistics.moments import CHUNK, Array, Moments, chunks, moments, weighted_moments
-from torchinstruments.statistics.pieces import flat_pieces, replaced_pieces
+from torchinstruments.statistics.pieces import ONE_THREAD, flat_pieces, replaced_pieces
 
 __all__ = [
     "CountedEntries",
     "MAX_NARROW_COUNT",
     "OrderedEntries",
     "SortedEntries",
-    "count_codes",
+    "count_bytes",
     "count_entries",
     "sort_entries",
     "sortable_dtype",
@@ -41,6 +41,9 @@ _COUNT_PIECE = 1 << 17
 _LOOK_EVERY = 101
 """One entry of so many, and its neighbour, tell how a piece is counted. A prime, so that no row length of a
 tensor makes all of them fall upon the same column."""
+
+_NUM_LOOKED_AT = 200
+"""Entries that tell how bytes are counted."""
 
 MAX_NARROW_COUNT = 1 << 31
 """Entries from which the count of one value could leave 32 bits."""
@@ -233,6 +236,38 @@ def count_codes(by_code: Array, codes: Array) -> None:
             _add_counts(by_code, codes[starts], lengths.astype(by_code.dtype))
             return
     _add_counts(by_code, codes, np.ones(1, by_code.dtype))
+
+
+def count_bytes(codes: Array) -> Array:
+    """Returns how many entries of a flat uint8 array, at least one, have each of 256 codes; int64.
+
+    torch counts bytes as they are, where NumPy makes indices of them first. It looks for the highest one
+    before it counts, which is the only part of it that it would do in several threads, if it has them. Where
+    entries repeat their neighbour two of them are counted at once.
+    """
+    every = codes.size // _NUM_LOOKED_AT + 1
+    left, right = codes[:-1:every], codes[1::every]
+    if int(np.count_nonzero(left == right)) * 6 > left.size:
+        return _count_pairs(codes)
+    step = ONE_THREAD if torch.get_num_threads() > 1 else codes.size
+    counts = np.zeros(256, np.int64)
+    for start in range(0, codes.size, step):
+        piece = torch.from_numpy(codes[start : start + step])
+        counts += torch.bincount(piece, minlength=256).numpy()
+    return counts
+
+
+def _count_pairs(codes: Array) -> Array:
+    """Does the same by the pairs of neighbours."""
+    table = np.zeros(1 << 16, dtype=np.int32 if codes.size < MAX_NARROW_COUNT else np.int64)
+    num_paired = codes.size - codes.size % 2
+    count_codes(table, codes[:num_paired].view(np.uint16))
+    by_pair = table.reshape(256, 256)
+    # What holds the counts of pairs holds their sums: without another dtype there is no copy.
+    left, right = [np.add.reduce(by_pair, axis=axis, dtype=table.dtype) for axis in (1, 0)]
+    counts: Array = left.astype(np.int64) + right
+    counts[codes[num_paired:]] += 1
+    return counts
 
 
 def _count_beside(by_code: Array, codes: Array, prevailing: np.integer[Any]) -> None:

@@ -12,9 +12,9 @@ import torch
 from torchinstruments.statistics.host_memory import as_array
 from torchinstruments.statistics.moments import Array
 
-__all__ = ["finite_pieces", "flat_pieces", "replaced", "replaced_pieces", "without_repeats"]
+__all__ = ["ONE_THREAD", "finite_pieces", "flat_pieces", "replaced", "replaced_pieces", "without_repeats"]
 
-_ONE_THREAD = 32_768
+ONE_THREAD = 32_768
 """Entries up to which an operation of torch stays in the thread that calls it."""
 
 
@@ -107,7 +107,7 @@ def replaced(entries: torch.Tensor, other: float, memory: torch.Tensor) -> torch
         memory: Flat, of that dtype, at least as large.
     """
     result = memory.narrow(0, 0, entries.numel())
-    for source, target in zip(entries.split(_ONE_THREAD), result.split(_ONE_THREAD), strict=True):
+    for source, target in zip(entries.split(ONE_THREAD), result.split(ONE_THREAD), strict=True):
         torch.nan_to_num(source, other, other, other, out=target)
     return result
 

@@ -5,17 +5,20 @@ one go takes a few passes here, but none of them lives on an instruction that on
 The answers are those of a sorted copy, to the last bit.
 """
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchinstruments.statistics.binned_selection import select_among_bins
-from torchinstruments.statistics.bins import Binned, BinRule, bin_edges, float_ends, sorted_counts
+from torchinstruments.statistics.bins import Binned, BinRule, edges_between, float_ends, sorted_counts
+from torchinstruments.statistics.coded_selection import MAX_CODED, select_by_codes
 from torchinstruments.statistics.counted_bins import counted_bins
 from torchinstruments.statistics.host_memory import NUMPY_DTYPES, as_array
-from torchinstruments.statistics.moments import CHUNK, Array, Moments, moments
+from torchinstruments.statistics.moments import CHUNK, Array, Moments, chunks, moments
 from torchinstruments.statistics.pieces import finite_pieces, replaced, replaced_pieces
 from torchinstruments.statistics.selection import Selection, count_true, select
 
@@ -37,11 +40,12 @@ class SelectedEntries:
         self._tensor = tensor
         self._rule = rule
         self._binned: Binned | None = None
-        self._entries = as_array(tensor.view(-1)) if tensor.is_contiguous() else _finite_copy(tensor)
+        self._is_dense = tensor.is_contiguous()
+        self._entries = as_array(tensor) if self._is_dense else _finite_copy(tensor)
         self._num_finite, self._num_before = self._entries.size, 0
         self._num_zero: int | None = None
         self._low, self._high = _ends(self._entries)
-        if not (np.isfinite(self._low) and np.isfinite(self._high)):
+        if not (math.isfinite(self._low) and math.isfinite(self._high)):
             self._look_for_finite()
 
     def _look_for_finite(self) -> None:
@@ -82,10 +86,10 @@ class SelectedEntries:
     def at(self, ranks: Sequence[int]) -> list[float]:
         """Returns the finite entries with these ranks."""
         before, last = self._num_before, self._num_finite - 1
-        inner = [rank for rank in ranks if 0 < rank < last]
+        inner = _inner_ranks(tuple(ranks), last)
         selection: Selection | None = None
-        if self._rule is not None and inner and self._low < self._high:
-            selection = self._among_bins(sorted(set(inner)), self._rule)
+        if inner and self._low < self._high:
+            selection = self._selected_by_codes(inner)
         if selection is None:
             selection = select(self._entries, [rank + before for rank in inner], self._low, self._high)
         else:
@@ -95,11 +99,19 @@ class SelectedEntries:
         # Which of the two zeros a sort puts first is chance.
         return [found[rank + before].item() + 0 for rank in ranks]
 
+    def _selected_by_codes(self, ranks: Sequence[int]) -> Selection | None:
+        """Selects among the finite entries by bins or other intervals; None where they do not help."""
+        selection = None if self._rule is None else self._among_bins(ranks, self._rule)
+        entries = self._entries
+        if selection is None and self._num_finite == entries.size <= MAX_CODED and entries.dtype.kind == "f":
+            selection = select_by_codes(entries, self._low, self._high, ranks)
+        return selection
+
     def _among_bins(self, ranks: Sequence[int], rule: BinRule) -> Selection | None:
         """Counts a histogram and selects among the finite entries; None where its bins do not help."""
         ends: list[Any] = [self._low.item(), self._high.item()]
         low, high = float_ends(*ends)
-        edges = bin_edges(rule, np.array([low]), np.array([high]))[0]
+        edges = edges_between(rule, low, high)
         found = select_among_bins(self._finite_entries(), edges, self._low, self._high, ranks)
         if found is None:
             return None
@@ -109,7 +121,9 @@ class SelectedEntries:
 
     def up_to_edges(self, edges: Array) -> Array:
         """Returns how many finite entries stand below each edge, at or below the last one."""
-        if self._binned is not None and np.array_equal(edges, self._binned.edges):
+        if self._binned is not None and (
+            edges is self._binned.edges or np.array_equal(edges, self._binned.edges)
+        ):
             return self._binned.up_to
         entries = self._finite_entries()
         counts = counted_bins(entries, edges, float(self._low), float(self._high))
@@ -122,8 +136,17 @@ class SelectedEntries:
     def moments(self, low: float, high: float, pivot: float) -> Moments:
         """Returns the moments."""
         is_finite = self._num_finite == self._tensor.numel()
-        pieces = replaced_pieces(self._tensor, CHUNK, None if is_finite else pivot)
+        if is_finite and self._is_dense:
+            pieces = chunks(self._entries)
+        else:
+            pieces = replaced_pieces(self._tensor, CHUNK, None if is_finite else pivot)
         return moments(pieces, self._num_finite, low=low, high=high, pivot=pivot)
+
+
+@lru_cache(maxsize=64)
+def _inner_ranks(ranks: tuple[int, ...], last: int) -> list[int]:
+    """Returns the ranks that are not those of the ends, each once, ascending."""
+    return sorted({rank for rank in ranks if 0 < rank < last})
 
 
 def _ends(entries: Array) -> tuple[np.number[Any], np.number[Any]]:

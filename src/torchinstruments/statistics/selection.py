@@ -15,15 +15,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from torchinstruments.statistics.interpolation import interpolated
+from torchinstruments.statistics.interpolation import Stretch, interpolated, sorted_few
 from torchinstruments.statistics.moments import Array
 from torchinstruments.statistics.spare import SPARE_BYTES, borrowed
 
-__all__ = ["Selection", "count_true", "entries_of_true", "room_for_mask", "scattered", "select"]
+__all__ = [
+    "Selection",
+    "count_true",
+    "entries_of_true",
+    "room_for_mask",
+    "sampled_places",
+    "scattered",
+    "select",
+]
 
 _SAMPLE = 8192
 """Entries of a sample at most."""
@@ -79,6 +87,26 @@ class _Bracket:
     def is_wide(self) -> bool:
         """Whether anything can be inside."""
         return bool(self.low < self.high)
+
+
+class _Span(NamedTuple):
+    """A stretch of a sorted sample between whose ends ranks lie, most likely.
+
+    Attributes:
+        first: Place of the lower end.
+        stop: One behind the place of the upper end.
+        ranks: Ascending.
+        place: Where in the stretch the middle one of the ranks lies most likely.
+        is_lowest: Whether the ranks may lie before the sample.
+        is_highest: Whether they may lie behind it.
+    """
+
+    first: int
+    stop: int
+    ranks: tuple[int, ...]
+    place: int
+    is_lowest: bool
+    is_highest: bool
 
 
 _Comparison: TypeAlias = tuple[np.ufunc, np.number[Any]]
@@ -219,10 +247,12 @@ def _numbers_true(
             mask = memory[: piece.size].view(np.bool_)
             odd = None if is_odd is None else is_odd[start : start + piece.size]
             for index, value in enumerate(values):
-                found = odd if odd is not None and index == 0 else mask
-                numbers[index] += int(np.count_nonzero(compare(piece, value, out=found)))
-                if odd is not None and index:
-                    np.not_equal(odd, mask, out=odd)
+                if odd is None or index:
+                    numbers[index] += int(np.count_nonzero(compare(piece, value, mask)))
+                    if odd is not None:
+                        np.bitwise_xor(odd, mask, odd)
+                else:
+                    numbers[index] += int(np.count_nonzero(compare(piece, value, odd)))
     return numbers
 
 
@@ -239,12 +269,31 @@ def _brackets(
 ) -> list[_Bracket]:
     """Returns brackets whose insides do not overlap, in ascending order; together they have all ranks."""
     num_sampled = _num_sampled(entries.size)
-    places = _stretches(num_sampled, _ROW_BYTES // entries.itemsize) + _offsets()[:num_sampled]
-    sample = entries.take((places * (entries.size / num_sampled)).astype(np.intp))
+    sample = entries.take(sampled_places(entries.size, num_sampled, _ROW_BYTES // entries.itemsize))
+    spans = _spans(entries.size, num_sampled, tuple(ranks), _NUM_DEVIATIONS)
+    stretches = _in_order(sample, [(span.first, span.stop) for span in spans])
+    brackets: list[_Bracket] = []
+    for span, stretch in zip(spans, stretches, strict=True):
+        # Infinities and NaN are no ends.
+        if not stretch[0] >= low:
+            stretch[: stretch.searchsorted(low)] = low
+        if not stretch[-1] <= high:
+            stretch[stretch.searchsorted(high, "right") :] = high
+        bracket_low = low if span.is_lowest else stretch[0]
+        bracket_high = high if span.is_highest else stretch[-1]
+        brackets.append(_Bracket(bracket_low, bracket_high, span.ranks, stretch, span.place))
+    return brackets
+
+
+@lru_cache(maxsize=64)
+def _spans(
+    num_entries: int, num_sampled: int, ranks: tuple[int, ...], num_deviations: float
+) -> tuple[_Span, ...]:
+    """Returns where in a sorted sample the ranks lie most likely; ranks whose spans meet share one."""
     spans: list[tuple[int, int, list[int]]] = []
     for rank in ranks:
-        share = (rank + 0.5) / entries.size
-        margin = _NUM_DEVIATIONS * math.sqrt(num_sampled * share * (1.0 - share)) + 1.0
+        share = (rank + 0.5) / num_entries
+        margin = num_deviations * math.sqrt(num_sampled * share * (1.0 - share)) + 1.0
         first = max(math.floor(share * num_sampled - margin), -1)
         last = min(math.ceil(share * num_sampled + margin), num_sampled)
         if spans and first <= spans[-1][1]:
@@ -252,21 +301,19 @@ def _brackets(
             spans.append((first, last, [*others, rank]))
         else:
             spans.append((first, last, [rank]))
-    stretches = _in_order(sample, [(max(first, 0), last + 1) for first, last, _ in spans])
-    for stretch in stretches:
-        # Infinities and NaN are no ends.
-        stretch[: stretch.searchsorted(low)] = low
-        stretch[stretch.searchsorted(high, "right") :] = high
-    return [
-        _Bracket(
-            low=stretch[0] if first >= 0 else low,
-            high=stretch[-1] if last < num_sampled else high,
-            ranks=tuple(shared),
-            sampled=stretch,
-            place=int((shared[len(shared) // 2] + 0.5) / entries.size * num_sampled) - max(first, 0),
-        )
-        for (first, last, shared), stretch in zip(spans, stretches, strict=True)
-    ]
+    return tuple(
+        [
+            _Span(
+                first=max(first, 0),
+                stop=last + 1,
+                ranks=tuple(shared),
+                place=int((shared[len(shared) // 2] + 0.5) / num_entries * num_sampled) - max(first, 0),
+                is_lowest=first < 0,
+                is_highest=last >= num_sampled,
+            )
+            for first, last, shared in spans
+        ]
+    )
 
 
 def _in_order(sample: Array, spans: Sequence[tuple[int, int]]) -> list[Array]:
@@ -294,12 +341,18 @@ def _in_order(sample: Array, spans: Sequence[tuple[int, int]]) -> list[Array]:
 def _stretch(rows: Array, start: int, stop: int) -> Array:
     """Returns what most likely stands at some places among all entries of sorted rows."""
     num_rows, size = rows.shape
-    share = (start + stop) / 2 / rows.size
-    margin = _NUM_DEVIATIONS * math.sqrt(size * share * (1.0 - share)) + 1.0
-    first = max(math.floor(start / num_rows - margin), 0)
-    window = rows[:, first : math.ceil(stop / num_rows + margin)].ravel()
+    first, last = _window(num_rows, size, start, stop)
+    window = rows[:, first:last].ravel()
     window.sort()
     return window[start - first * num_rows : stop - first * num_rows]
+
+
+@lru_cache(maxsize=64)
+def _window(num_rows: int, size: int, start: int, stop: int) -> tuple[int, int]:
+    """Returns between which places of each row stands what is at some places among all entries."""
+    share = (start + stop) / 2 / (num_rows * size)
+    margin = _NUM_DEVIATIONS * math.sqrt(size * share * (1.0 - share)) + 1.0
+    return max(math.floor(start / num_rows - margin), 0), math.ceil(stop / num_rows + margin)
 
 
 def _num_sampled(num_entries: int) -> int:
@@ -394,7 +447,7 @@ def _collect(entries: Array, brackets: Sequence[_Bracket]) -> Array | None:
                 if comparison in numbers:
                     numbers[comparison] += int(np.count_nonzero(other))
                 if comparison in telling:
-                    is_odd = np.not_equal(is_odd, other, out=mask)
+                    is_odd = np.bitwise_xor(is_odd, other, out=mask)
             if is_any_wide:
                 if not telling:
                     np.copyto(mask, is_odd)
@@ -435,32 +488,42 @@ def _locate(
     """
     places: dict[int, int] = {}
     values: dict[int, np.number[Any]] = {}
+    stretches: list[Stretch] = []
     num_before = 0
     for bracket in brackets:
-        num_up_to = int(np.count_nonzero(bracket.up_to(inside, bracket.high)))
-        if bracket.pivot is not None:
-            bracket.num_at_most_low -= int(np.count_nonzero(inside <= bracket.pivot)) - num_before
-        number = num_up_to - num_before
-        lying: dict[int, int] = {}
+        num_up_to = inside.size
+        if bracket is not brackets[-1]:
+            num_up_to = int(np.count_nonzero(bracket.up_to(inside, bracket.high)))
+        if bracket.pivot is not None and bracket.pivot > bracket.low:
+            is_end = bracket.pivot >= bracket.high
+            num_up_to_pivot = num_up_to if is_end else int(np.count_nonzero(inside <= bracket.pivot))
+            bracket.num_at_most_low -= num_up_to_pivot - num_before
+        lying: list[int] = []
         for rank in bracket.ranks:
-            place = rank - bracket.num_at_most_low
-            if 0 <= place < number:
-                lying[num_before + place] = rank
+            place = rank - bracket.num_at_most_low + num_before
+            if num_before <= place < num_up_to:
+                places[rank] = place
+                lying.append(place)
                 continue
             value = ends.at(bracket, rank)
             if value is None:
                 return None
             values[rank] = value
-        found = None
         if lying:
             low, high = float(bracket.low), float(bracket.high)
-            found = interpolated(inside, list(lying), low, high, num_before, number)
-        if found is None:
-            places |= {rank: place for place, rank in lying.items()}
-        else:
-            values |= {rank: found[place] for place, rank in lying.items()}
+            stretches.append(Stretch(lying, low, high, num_before, num_up_to - num_before))
         num_before = num_up_to
-    return places, values
+    ordered = sorted_few(inside)
+    if ordered is not None:
+        return {}, values | {rank: ordered[place] for rank, place in places.items()}
+    found = interpolated(inside, stretches)
+    missed: dict[int, int] = {}
+    for rank, place in places.items():
+        if place in found:
+            values[rank] = found[place]
+        else:
+            missed[rank] = place
+    return missed, values
 
 
 def room_for_mask(size: int) -> int:
@@ -472,24 +535,37 @@ def entries_of_true(entries: Array, mask: Array) -> Array:
     """Returns the entries for which a mask is true; what it has behind them is overwritten.
 
     Eight are looked at together first, and those of which none is wanted are left out, unless there are so
-    few that this rules out little. NumPy looks for true ones without a branch only where they are more than a
-    tenth, and otherwise jumps from one to the next, though no processor foresees where they stand: true ones
-    are appended until it does not.
+    few that this rules out little.
     """
     size = entries.size
     whole = size - size % 8
     eights = mask[:whole].view(np.uint64)
-    is_any = eights != 0
-    if np.count_nonzero(is_any) * 2 < is_any.size:
-        chosen = np.flatnonzero(is_any)
+    is_any = np.empty(room_for_mask(eights.size), np.bool_)
+    np.not_equal(eights, 0, out=is_any[: eights.size])
+    num_any = int(np.count_nonzero(is_any[: eights.size]))
+    if num_any * 2 < eights.size:
+        chosen = _places_of_true(is_any, eights.size, num_any)
         near = entries[:whole].reshape(-1, 8).take(chosen, axis=0).reshape(-1)
-        found = near.take(np.flatnonzero(eights.take(chosen).view(np.bool_)))
+        found = near.take(eights.take(chosen).view(np.bool_).nonzero()[0])
         return found if size == whole else np.concatenate((found, entries[whole:][mask[whole:size]]))
-    number = int(np.count_nonzero(mask[:size]))
+    return entries.take(_places_of_true(mask, size, int(np.count_nonzero(mask[:size]))))
+
+
+def _places_of_true(mask: Array, size: int, number: int) -> Array:
+    """Returns where the first entries of a mask are true; what it has behind them is overwritten.
+
+    NumPy looks for true ones without a branch only where they are more than a tenth, and otherwise jumps from
+    one to the next, though no processor foresees where they stand: true ones are appended until it does not.
+
+    Args:
+        mask: As large as `room_for_mask` says.
+        size: Entries of it.
+        number: How many of them are true.
+    """
     if number * 10 > size:
-        return entries.take(np.flatnonzero(mask[:size]))
+        return mask[:size].nonzero()[0]
     mask[size:] = True
-    return entries.take(np.flatnonzero(mask[: size * 9 // 8 + 1])[:number])
+    return mask[: size * 9 // 8 + 1].nonzero()[0][:number]
 
 
 def _in_place(entries: Array, asked: Mapping[int, int]) -> dict[int, np.number[Any]]:
@@ -500,11 +576,13 @@ def _in_place(entries: Array, asked: Mapping[int, int]) -> dict[int, np.number[A
     return {wanted: ordered[rank] for rank, wanted in asked.items()}
 
 
-@lru_cache(maxsize=16)
-def _stretches(number: int, row: int) -> Array:
-    """Returns the numbers of equal stretches; those of a row come from everywhere, where there are rows."""
+@lru_cache(maxsize=32)
+def sampled_places(num_entries: int, number: int, row: int) -> Array:
+    """Returns where to sample: in each of equal stretches, of which a row has some from everywhere."""
     stretches = np.arange(number)
-    return stretches if number % row else stretches.reshape(row, -1).T.ravel()
+    if number % row == 0:
+        stretches = stretches.reshape(row, -1).T.ravel()
+    return ((stretches + _offsets()[:number]) * (num_entries / number)).astype(np.intp)
 
 
 @cache

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from torchinstruments.statistics import binned_selection as module
+from torchinstruments.statistics import coded_selection
 from torchinstruments.statistics.binned_selection import select_among_bins
 from torchinstruments.statistics.bins import BinRule, bin_edges, sorted_counts
-from torchinstruments.statistics.counted_bins import BLOCK
 from torchinstruments.statistics.moments import Array
 from torchinstruments.statistics.selection import Selection
 
@@ -72,7 +72,10 @@ def test_the_lowest_of_unsigned_integers_are_selected() -> None:
     assert dict(found.by_rank) == dict(zip(ranks, np.sort(entries)[ranks], strict=True))
 
 
-@pytest.mark.parametrize("size", [300, 2000, BLOCK - 1, BLOCK + 1, 2 * BLOCK + 3])
+@pytest.mark.parametrize(
+    "size",
+    [300, 2000, coded_selection._BLOCK - 1, coded_selection._BLOCK + 1, 2 * coded_selection._BLOCK + 3],
+)
 def test_any_number_of_entries_is_selected_from(size: int) -> None:
     """In one block and in several, of which the last one is odd."""
     entries = np.random.default_rng(size).random(size)
@@ -83,7 +86,7 @@ def test_any_number_of_entries_is_selected_from(size: int) -> None:
 
 def test_no_sample_is_drawn_where_entries_lie_evenly_in_their_bins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their ranks tell about where they are."""
-    monkeypatch.setattr(module, "select", None)
+    monkeypatch.setattr(coded_selection, "select", None)
     assert len(selected(looked_at(drawn("normal", "float32"), [SIZE // 4, SIZE // 2])).by_rank) == 2
 
 
@@ -95,8 +98,8 @@ def test_a_guess_that_misses_costs_a_selection_among_few(monkeypatch: pytest.Mon
         sizes.append(entries.size)
         return select(entries, ranks, low, high)
 
-    select = module.select
-    monkeypatch.setattr(module, "select", watched)
+    select = coded_selection.select
+    monkeypatch.setattr(coded_selection, "select", watched)
     entries = (np.round(drawn("normal", "float32") * 20) / 20).astype("float32")
     by_rank = selected(looked_at(entries, [SIZE // 4, SIZE // 2])).by_rank
     assert dict(by_rank) == {rank: np.sort(entries)[rank] for rank in (SIZE // 4, SIZE // 2)}

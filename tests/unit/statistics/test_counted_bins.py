@@ -61,19 +61,16 @@ def test_entries_on_and_beside_edges_are_counted_as_by_comparison(dtype: str, da
 @pytest.mark.parametrize("size", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_any_number_of_entries_is_counted(dtype: str, size: int) -> None:
-    """Two neighbours are counted at once, and the last one of an odd number by itself."""
+    """In one piece and in several."""
     entries = np.random.default_rng(size).normal(size=size).astype(dtype)
     for value_range in (None, (-1.0, 0.5), (5.0, 6.0), (-1e30, 1e30)):
         edges = edges_of(entries, 64, value_range)
         assert counted(entries, edges) == sorted_counts(np.sort(entries), edges).tolist()
 
 
-@pytest.mark.parametrize("table", ["narrow", "wide"])
 @pytest.mark.parametrize("entry", [0.0, 0.5, 1.0])
-def test_one_prevailing_value_is_counted(entry: float, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an edge, in the middle and at the ends, in tables of 32 and of 64 bits."""
-    if table == "wide":
-        monkeypatch.setattr(module, "MAX_NARROW_COUNT", 0)
+def test_one_prevailing_value_is_counted(entry: float) -> None:
+    """On an edge, in the middle and at the ends."""
     entries = np.random.default_rng(1).random(100_001)
     entries[:2] = 0.0, 1.0
     entries[10::2] = entry

@@ -181,6 +181,8 @@ OWN_BUFFERS = {
         "patterns.view(dtype).to(torch.float64).numpy()",
         "torch.from_numpy(codes.astype(np.int32))",
         "torch.from_numpy(by_code)",
+        "torch.from_numpy(codes[start:start + step])",
+        "torch.bincount(piece, minlength=256).numpy()",
         "torch.from_numpy(counts)",
         "np.asarray(ranks)",
     },

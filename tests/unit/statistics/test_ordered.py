@@ -176,3 +176,37 @@ def test_counting_works_where_torch_has_to_be_deterministic() -> None:
     finally:
         torch.use_deterministic_algorithms(mode=before)
     assert (found.values.tolist(), found.counts.tolist()) == ([0.0, 1.0], [1, 2])
+
+
+@pytest.mark.parametrize("table", ["narrow", "wide"])
+@pytest.mark.parametrize("kind", ["drawn", "ascending", "prevailing", "constant"])
+@pytest.mark.parametrize("size", [1, 2, 70_000, 70_001])
+def test_bytes_are_counted(size: int, kind: str, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not they repeat their neighbour, in tables of 32 and of 64 bits; an odd last one too."""
+    if table == "wide":
+        monkeypatch.setattr(ordered, "MAX_NARROW_COUNT", 0)
+    generator = np.random.default_rng(size)
+    codes = generator.integers(0, 256, size, dtype=np.uint8)
+    if kind == "ascending":
+        codes.sort()
+    elif kind == "prevailing":
+        codes[generator.random(size) < 0.7] = 255
+    elif kind == "constant":
+        codes[:] = 3
+    counts = ordered.count_bytes(codes)
+    assert counts.dtype == np.int64
+    assert counts.tolist() == np.bincount(codes, minlength=256).tolist()
+
+
+def test_bytes_are_counted_alike_by_one_thread_and_by_several() -> None:
+    """In pieces that one thread takes where there are several."""
+    codes = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8)
+    num_threads = torch.get_num_threads()
+    counts: list[list[int]] = []
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            counts.append(ordered.count_bytes(codes).tolist())
+    finally:
+        torch.set_num_threads(num_threads)
+    assert counts[0] == counts[1] == np.bincount(codes, minlength=256).tolist()
