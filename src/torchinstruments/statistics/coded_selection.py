@@ -17,17 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchinstruments.statistics.drawn_sample import sampled_places
 from torchinstruments.statistics.interpolation import Stretch, interpolated, sorted_few
 from torchinstruments.statistics.moments import CHUNK, Array
 from torchinstruments.statistics.ordered import count_bytes
-from torchinstruments.statistics.selection import (
-    Selection,
-    entries_of_true,
-    room_for_mask,
-    sampled_places,
-    select,
-)
+from torchinstruments.statistics.selection import Selection, select
 from torchinstruments.statistics.spare import borrowed
+from torchinstruments.statistics.true_entries import entries_of_true, room_for_mask
 
 __all__ = ["LEAST_SPARED", "MAX_CODED", "Coded", "select_by_codes", "select_coded"]
 

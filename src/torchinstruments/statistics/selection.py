@@ -13,43 +13,30 @@ It needs comparisons and counts alone, which are fast on every processor.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from itertools import pairwise
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from torchinstruments.statistics.drawn_sample import (
+    NUM_DEVIATIONS,
+    ROW_BYTES,
+    in_order,
+    num_sampled_of,
+    sampled_places,
+)
 from torchinstruments.statistics.interpolation import Stretch, interpolated, sorted_few
 from torchinstruments.statistics.moments import Array
 from torchinstruments.statistics.spare import SPARE_BYTES, borrowed
+from torchinstruments.statistics.true_entries import entries_of_true, room_for_mask
 
-__all__ = [
-    "Selection",
-    "count_true",
-    "entries_of_true",
-    "room_for_mask",
-    "sampled_places",
-    "scattered",
-    "select",
-]
-
-_SAMPLE = 8192
-"""Entries of a sample at most."""
-
-_ROW_BYTES = 2048
-"""Of entries that NumPy sorts in registers, where it has a vectorised sort."""
-
-_MAX_ROW = _ROW_BYTES // 4
-"""Entries that these bytes are at most."""
+__all__ = ["Selection", "count_true", "select"]
 
 _ENOUGH = 12_000
 """Entries among which ranks are put into place without a further sample."""
 
 _PIECE = 1 << 19
 """Entries that are compared at a time: they and their masks stay in the cache."""
-
-_NUM_DEVIATIONS = 4.0
-"""Half of the width of a bracket, in standard deviations of a rank in the sample."""
 
 _NUM_NEAR_DEVIATIONS = 3.0
 """The same for a bracket around a rank whose distance is known; where it is missed, the wide one is taken."""
@@ -268,10 +255,10 @@ def _brackets(
     entries: Array, ranks: Sequence[int], low: np.number[Any], high: np.number[Any]
 ) -> list[_Bracket]:
     """Returns brackets whose insides do not overlap, in ascending order; together they have all ranks."""
-    num_sampled = _num_sampled(entries.size)
-    sample = entries.take(sampled_places(entries.size, num_sampled, _ROW_BYTES // entries.itemsize))
-    spans = _spans(entries.size, num_sampled, tuple(ranks), _NUM_DEVIATIONS)
-    stretches = _in_order(sample, [(span.first, span.stop) for span in spans])
+    num_sampled = num_sampled_of(entries.size)
+    sample = entries.take(sampled_places(entries.size, num_sampled, ROW_BYTES // entries.itemsize))
+    spans = _spans(entries.size, num_sampled, tuple(ranks), NUM_DEVIATIONS)
+    stretches = in_order(sample, [(span.first, span.stop) for span in spans])
     brackets: list[_Bracket] = []
     for span, stretch in zip(spans, stretches, strict=True):
         # Infinities and NaN are no ends.
@@ -316,55 +303,10 @@ def _spans(
     )
 
 
-def _in_order(sample: Array, spans: Sequence[tuple[int, int]]) -> list[Array]:
-    """Returns what stands at stretches of places when a sample is sorted, or nearly that, each ascending.
-
-    A sort is very fast as long as the registers of a processor hold all of it. So rows of that size are
-    sorted, and for a stretch only what stands in each of them about where it would be. None of the results
-    reaches into the next one.
-
-    Args:
-        sample: It is put into another order.
-        spans: First places and those behind the last ones, ascending.
-    """
-    row = _ROW_BYTES // sample.itemsize
-    if sample.size >= 4 * row and sample.size % row == 0:
-        rows = sample.reshape(-1, row)
-        rows.sort(axis=1)
-        stretches = [_stretch(rows, start, stop) for start, stop in spans]
-        if all(one[-1] <= other[0] for one, other in pairwise(stretches)):
-            return stretches
-    sample.sort()
-    return [sample[start:stop] for start, stop in spans]
-
-
-def _stretch(rows: Array, start: int, stop: int) -> Array:
-    """Returns what most likely stands at some places among all entries of sorted rows."""
-    num_rows, size = rows.shape
-    first, last = _window(num_rows, size, start, stop)
-    window = rows[:, first:last].ravel()
-    window.sort()
-    return window[start - first * num_rows : stop - first * num_rows]
-
-
-@lru_cache(maxsize=64)
-def _window(num_rows: int, size: int, start: int, stop: int) -> tuple[int, int]:
-    """Returns between which places of each row stands what is at some places among all entries."""
-    share = (start + stop) / 2 / (num_rows * size)
-    margin = _NUM_DEVIATIONS * math.sqrt(size * share * (1.0 - share)) + 1.0
-    return max(math.floor(start / num_rows - margin), 0), math.ceil(stop / num_rows + margin)
-
-
-def _num_sampled(num_entries: int) -> int:
-    """Returns the size of a sample: as in the paper, a larger one would cost more than it saves."""
-    number = min(_SAMPLE, math.floor(num_entries ** (2 / 3)))
-    return number - number % _MAX_ROW if number >= 4 * _MAX_ROW else number
-
-
 def _narrow_all(brackets: Sequence[_Bracket], ends: _Ends, num_entries: int) -> bool:
     """Narrows the brackets if too many entries lie inside of them for another way; returns whether it did."""
     wide = [bracket for bracket in brackets if bracket.is_wide]
-    spacing = num_entries / _num_sampled(num_entries)
+    spacing = num_entries / num_sampled_of(num_entries)
     if sum([bracket.sampled.size for bracket in wide]) * spacing <= _ENOUGH:
         return False
     parity = ends.count(np.less_equal, [bracket.sampled[bracket.place] for bracket in wide])
@@ -526,79 +468,9 @@ def _locate(
     return missed, values
 
 
-def room_for_mask(size: int) -> int:
-    """Returns how large a mask of so many entries must be for `entries_of_true`, which appends to it."""
-    return size * 9 // 64 * 8 + 16
-
-
-def entries_of_true(entries: Array, mask: Array) -> Array:
-    """Returns the entries for which a mask is true; what it has behind them is overwritten.
-
-    Eight are looked at together first, and those of which none is wanted are left out, unless there are so
-    few that this rules out little.
-    """
-    size = entries.size
-    whole = size - size % 8
-    eights = mask[:whole].view(np.uint64)
-    is_any = np.empty(room_for_mask(eights.size), np.bool_)
-    np.not_equal(eights, 0, out=is_any[: eights.size])
-    num_any = int(np.count_nonzero(is_any[: eights.size]))
-    if num_any * 2 < eights.size:
-        chosen = _places_of_true(is_any, eights.size, num_any)
-        near = entries[:whole].reshape(-1, 8).take(chosen, axis=0).reshape(-1)
-        found = near.take(eights.take(chosen).view(np.bool_).nonzero()[0])
-        return found if size == whole else np.concatenate((found, entries[whole:][mask[whole:size]]))
-    return entries.take(_places_of_true(mask, size, int(np.count_nonzero(mask[:size]))))
-
-
-def _places_of_true(mask: Array, size: int, number: int) -> Array:
-    """Returns where the first entries of a mask are true; what it has behind them is overwritten.
-
-    NumPy looks for true ones without a branch only where they are more than a tenth, and otherwise jumps from
-    one to the next, though no processor foresees where they stand: true ones are appended until it does not.
-
-    Args:
-        mask: As large as `room_for_mask` says.
-        size: Entries of it.
-        number: How many of them are true.
-    """
-    if number * 10 > size:
-        return mask[:size].nonzero()[0]
-    mask[size:] = True
-    return mask[: size * 9 // 8 + 1].nonzero()[0][:number]
-
-
 def _in_place(entries: Array, asked: Mapping[int, int]) -> dict[int, np.number[Any]]:
     """Returns entries by the rank that was asked for, from a copy in which they are in place."""
     if not asked:
         return {}
     ordered = np.partition(entries, sorted(asked))
     return {wanted: ordered[rank] for rank, wanted in asked.items()}
-
-
-@lru_cache(maxsize=32)
-def sampled_places(num_entries: int, number: int, row: int) -> Array:
-    """Returns where to sample: in each of equal stretches, of which a row has some from everywhere."""
-    stretches = np.arange(number)
-    if number % row == 0:
-        stretches = stretches.reshape(row, -1).T.ravel()
-    return ((stretches + _offsets()[:number]) * (num_entries / number)).astype(np.intp)
-
-
-@cache
-def _offsets() -> Array:
-    """Returns where in each of many equal stretches to sample: anywhere, so that no period is met."""
-    return scattered(_SAMPLE)
-
-
-def scattered(number: int) -> Array:
-    """Returns float64 from 0 to below 1 as if they were drawn, and the same ones each time.
-
-    They are hashes of the numbers from 0 on: importing NumPy's generators alone takes ten milliseconds.
-    """
-    bits = np.arange(1, number + 1, dtype=np.uint32)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        bits ^= bits >> np.uint32(shift)
-        bits *= np.uint32(factor)
-    bits ^= bits >> np.uint32(16)
-    return bits / 2.0**32

@@ -12,9 +12,9 @@ from functools import cache
 import numpy as np
 import torch
 
+from torchinstruments.statistics.drawn_sample import scattered
 from torchinstruments.statistics.ordered import OrderedEntries, sort_entries
 from torchinstruments.statistics.selected import SelectedEntries
-from torchinstruments.statistics.selection import scattered
 
 __all__ = ["prefers_selection"]
 

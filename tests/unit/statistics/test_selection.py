@@ -1,14 +1,13 @@
 """Order statistics from samples, counts and what lies between."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchinstruments.statistics import selection
+from torchinstruments.statistics import drawn_sample, selection
+from torchinstruments.statistics.drawn_sample import num_sampled_of, sampled_places
 from torchinstruments.statistics.moments import Array
 from torchinstruments.statistics.selection import count_true, select
 
@@ -45,7 +44,8 @@ def test_every_rank_is_what_a_sort_puts_there(dtype: str, num_deviations: float,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "_ENOUGH", 16)
         patch.setattr(selection, "_PIECE", 100)
-        patch.setattr(selection, "_NUM_DEVIATIONS", num_deviations)
+        patch.setattr(selection, "NUM_DEVIATIONS", num_deviations)
+        patch.setattr(drawn_sample, "NUM_DEVIATIONS", num_deviations)
         assert selected(entries, ranks) == np.sort(entries)[ranks].tolist()
     assert entries.tobytes() == before.tobytes()
 
@@ -102,9 +102,9 @@ def test_a_sample_that_misleads_costs_no_more_than_a_copy(monkeypatch: pytest.Mo
     generator = np.random.default_rng(3)
     entries = generator.standard_normal(40_000, dtype=np.float32)
     # A sample of the same few places, which hold the ends.
-    monkeypatch.setattr(selection, "_offsets", lambda: np.zeros(selection._SAMPLE))
-    num_sampled = selection._num_sampled(entries.size)
+    num_sampled = num_sampled_of(entries.size)
     places = (np.arange(num_sampled) * (entries.size / num_sampled)).astype(np.intp)
+    monkeypatch.setattr(selection, "sampled_places", lambda *_: places)
     entries[places] = np.where(np.arange(num_sampled) % 2, np.float32(9), np.float32(-9))
     brackets = selection._brackets(entries, [20_000], np.float32(-9), np.float32(9))
     assert (brackets[0].low, brackets[0].high) == (-9, 9)
@@ -189,17 +189,10 @@ def test_zeros_of_both_signs_are_equal() -> None:
     assert selected(entries, quartile_ranks(entries.size)) == [0.0] * 4 + [0.0, 1.0]
 
 
-def test_scattered_numbers_fill_their_range_evenly() -> None:
-    """A tenth of them is in each tenth of the range, and neighbours have nothing to do with each other."""
-    numbers = selection.scattered(8192)
-    assert 0 <= numbers.min() < numbers.max() < 1
-    assert np.abs(np.histogram(numbers, 10, (0, 1))[0] - 819.2).max() < 120
-    assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.05
-
-
 def test_the_random_state_of_the_program_is_left_alone() -> None:
     """Places of a sample come from a generator of their own."""
-    selection._offsets.cache_clear()
+    drawn_sample._offsets.cache_clear()
+    sampled_places.cache_clear()
     states = np.random.get_state(legacy=False)["state"], torch.get_rng_state()
     selected(data_of("normal", 20_000), [10_000])
     assert np.array_equal(np.random.get_state(legacy=False)["state"]["key"], states[0]["key"])
@@ -212,30 +205,6 @@ def test_comparisons_are_counted_in_pieces(size: int) -> None:
     entries = np.arange(size, dtype=np.int64)
     assert count_true(entries, np.less, np.int64(size // 2)) == size // 2
     assert count_true(entries, np.equal, np.int64(size - 1)) == 1
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_rows_of_a_sample_tell_nearly_what_a_sort_of_it_tells(dtype: str) -> None:
-    """Each stretch ascends, in front of the next one, and holds what stands in the middle of it."""
-    sample = np.random.default_rng(0).normal(size=8192).astype(dtype)
-    ordered = np.sort(sample)
-    spans = [(1890, 2206), (3915, 4277), (5986, 8193)]
-    stretches = selection._in_order(sample, spans)
-    assert all(np.array_equal(stretch, np.sort(stretch)) for stretch in stretches)
-    assert all(one[-1] <= other[0] for one, other in pairwise(stretches))
-    for (start, stop), stretch in zip(spans, stretches, strict=True):
-        assert stretch.size == min(stop, 8192) - start
-        assert np.isin(ordered[start + 60 : stop - 60], stretch).all()
-
-
-def test_rows_that_have_little_in_common_are_sorted_together() -> None:
-    """Each of them would tell of another part of the range."""
-    sample = np.arange(8192, dtype=np.float32)
-    found = selection._in_order(sample.copy(), [(1000, 1100), (4000, 4100)])
-    assert [stretch.tolist() for stretch in found] == [
-        sample[1000:1100].tolist(),
-        sample[4000:4100].tolist(),
-    ]
 
 
 @pytest.mark.parametrize("kind", ["normal", "ascending"])
