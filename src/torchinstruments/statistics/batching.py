@@ -13,7 +13,6 @@ says so in their place. One that is not this package's own gets a copy of the te
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, cast
 
 import torch
 
@@ -43,6 +42,7 @@ from torchinstruments.statistics.histograms import (
 from torchinstruments.statistics.host import measure_on_host
 from torchinstruments.statistics.measuring import MAX_SCRATCH_BYTES, FactsReducer
 from torchinstruments.statistics.packing import SmallTensors
+from torchinstruments.statistics.reading import MeasuredScalars, ScalarTable, read_table
 from torchinstruments.statistics.transfer import DeviceNumbers, Transfer
 
 __all__ = ["MeasuredScalars", "ScalarBatch"]
@@ -50,20 +50,6 @@ __all__ = ["MeasuredScalars", "ScalarBatch"]
 _PROBE = "reducer"
 _SCALAR = "a scalar"
 _LOST = Absent(Reason.REDUCER_ERROR.with_detail("its packed result does not hold it"))
-
-
-class MeasuredScalars(NamedTuple):
-    """The scalars of one tensor.
-
-    Attributes:
-        metrics: Names, each once, in the order of the reducers.
-        values: Finite numbers; None where there is a reason.
-        reasons: ``""`` beside a value, else a `Reason` with or without detail.
-    """
-
-    metrics: tuple[str, ...]
-    values: tuple[float | None, ...]
-    reasons: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -180,16 +166,24 @@ class ScalarBatch:
             except Exception as error:  # noqa: BLE001 - out of memory, or a device that failed before
                 self._on_error(_PROBE, error)
 
+    def read_all(self, indices: Sequence[int], absent: Callable[[int], MeasuredScalars]) -> ScalarTable:
+        """Waits for the copy and returns the scalars of several tensors (writer thread, after `seal`).
+
+        Args:
+            indices: Of the tensors, in the order that is wanted; negative for what was not measured.
+            absent: Returns what stands for that, by its place in `indices`.
+        """
+        tensors = self._tensors
+
+        def read_alone(place: int) -> MeasuredScalars:
+            return absent(place) if indices[place] < 0 else self.read(indices[place])
+
+        sources = [None if index < 0 else tensors[index].derived for index in indices]
+        return read_table(sources, read_alone)
+
     def read(self, index: int) -> MeasuredScalars:
         """Waits for the copy and returns the scalars of one tensor (writer thread, after `seal`)."""
-        tensor = self._tensors[index]
-        held = tensor.held
-        if tensor.derived is not None:
-            at_once, metrics = finished(tensor.derived), tensor.derived.reducer.metrics
-            if not isinstance(at_once, Absent) and tuple(at_once) == metrics:
-                numbers = tuple(at_once.values())
-                if Absent not in map(type, numbers):
-                    return MeasuredScalars(metrics, cast("tuple[float, ...]", numbers), ("",) * len(numbers))
+        held = self._tensors[index].held
         values: list[float | None] = []
         reasons: list[str] = []
         source: Held = 0.0
