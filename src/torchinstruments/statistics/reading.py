@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchinstruments.statistics.held import Derived, Seen
+from torchinstruments.statistics.held import Look, Seen
 from torchinstruments.statistics.measuring import FactsReducer
 from torchinstruments.statistics.moments import Array
 from torchinstruments.statistics.packing import PackedBlock, PackedPlace
@@ -50,19 +50,19 @@ class ScalarTable:
 
 
 def read_table(
-    sources: Sequence[Derived | None], read_alone: Callable[[int], MeasuredScalars]
+    reducer: FactsReducer | None, looks: Sequence[Look | None], read_alone: Callable[[int], MeasuredScalars]
 ) -> ScalarTable:
     """Returns the scalars of tensors, in their order.
 
     Args:
-        sources: What all scalars of each tensor come from, of one reducer; None where it is something else.
+        reducer: What most scalars are of; None where there is no such reducer.
+        looks: What all scalars of each tensor follow from; None where it is something else.
         read_alone: Returns the scalars of the tensor at a place; called for those that need it.
     """
-    reducer = next((one.reducer for one in sources if one is not None), None)
     expected = () if reducer is None else reducer.metrics
     reasons: dict[tuple[int, int], str] = {}
-    grid, unread = _read_together(reducer, len(expected), sources, reasons)
-    metrics = [expected] * len(sources)
+    grid, unread = _read_together(reducer, len(expected), looks, reasons)
+    metrics = [expected] * len(looks)
     others: dict[int, Array] = {}
     for place in unread:
         found = read_alone(place)
@@ -86,7 +86,7 @@ def read_table(
 def _read_together(
     reducer: FactsReducer | None,
     width: int,
-    sources: Sequence[Derived | None],
+    looks: Sequence[Look | None],
     reasons: dict[tuple[int, int], str],
 ) -> tuple[Array, Sequence[int]]:
     """Returns what a reducer makes of tensors, a row each, and which of them have to be read alone.
@@ -94,17 +94,16 @@ def _read_together(
     Args:
         reducer: The reducer; None where there is none.
         width: How many values it makes.
-        sources: What they come from.
+        looks: What they follow from.
         reasons: Takes why one is missing, by row and column.
     """
     if reducer is None:
-        return np.empty((len(sources), width)), range(len(sources))
+        return np.empty((len(looks), width)), range(len(looks))
     unread: list[int] = []
     places: list[int] = []
     rows: list[Sequence[float]] = []
     packed: dict[PackedBlock, list[tuple[int, int]]] = {}
-    for place, source in enumerate(sources):
-        look = None if source is None else source.look
+    for place, look in enumerate(looks):
         if type(look) is PackedPlace:
             packed.setdefault(look.block, []).append((place, look.row))
             continue
@@ -123,8 +122,8 @@ def _read_together(
     grid = np.fromiter(chain.from_iterable(rows), np.float64, width * len(rows)).reshape(len(rows), width)
     if not np.isfinite(grid).all():
         unread += np.array(places)[~np.isfinite(grid).all(axis=1)].tolist()
-    if len(rows) < len(sources):
-        found, grid = grid, np.full((len(sources), width), np.nan)
+    if len(rows) < len(looks):
+        found, grid = grid, np.full((len(looks), width), np.nan)
         grid[places] = found
     for block, several in packed.items():
         if not _read_block(reducer, block, several, grid, reasons):
