@@ -90,19 +90,19 @@ class HistoryColumns:
         stamps = np.concatenate([_NO_STAMPS, *(one.timestamp_us for one in deliveries)])[layout.measurement]
         varying = {
             "sample_id": pa.array(sample_ids[delivery]),
-            "attempt": _optional(pa.int64(), [position.attempt for position in positions], layout),
+            "attempt": _optional(np.int64, [position.attempt for position in positions], delivery),
             "forward_in_attempt": pa.array(
                 np.array([position.forward_in_attempt for position in positions], np.int32)[delivery]
             ),
-            "micro_batch": _optional(pa.int32(), [position.micro_batch for position in positions], layout),
-            "step_provenance": text_column([position.step_provenance for position in positions], delivery),
+            "micro_batch": _optional(np.int32, [position.micro_batch for position in positions], delivery),
+            "step_provenance": layout.text([position.step_provenance for position in positions]),
             "forward_index": pa.array(
                 np.array([position.forward_index for position in positions], np.int64)[delivery]
             ),
             "timestamp": pa.array(stamps).cast(schema.HISTORY.field("timestamp").type),
-            "grad_sync": text_column([sample.grad_sync for _, sample in samples], delivery),
-            "loss_scale": _optional(pa.float64(), [sample.loss_scale for _, sample in samples], layout),
-            "scale_provenance": text_column([sample.scale_provenance for _, sample in samples], delivery),
+            "grad_sync": layout.text([sample.grad_sync for _, sample in samples]),
+            "loss_scale": _optional(np.float64, [sample.loss_scale for _, sample in samples], delivery),
+            "scale_provenance": layout.text([sample.scale_provenance for _, sample in samples]),
             "shape": layout.shape([one.shapes for one in deliveries]),
             "value": pa.array(values, pa.float64(), mask=missing),
             "unavailable_reason": reasons,
@@ -141,7 +141,6 @@ class _Layout:
         measurement: Which measurement a row is of.
         place: Where a row's value stands among those of all measurements, one after the other.
         delivery: Which delivery a row is of.
-        delivery_array: The same.
         columns: Columns that are always the same, by name.
         group_rows: Rows of each row group.
         no_reason_column: The column of reasons where none has one.
@@ -168,7 +167,6 @@ class _Layout:
         self.num_rows = len(self.measurement)
         self.place = first_value[self.measurement] + catalog.metric_order[slot]
         self.delivery = delivery_of[self.measurement]
-        self.delivery_array = pa.array(self.delivery)
         self.group_rows = split_into_groups(rank_of[self.measurement])
 
         of_origin = zip(schema.HISTORY.names, origin_columns(origin, self.num_rows), strict=False)
@@ -181,8 +179,18 @@ class _Layout:
             "metric": dictionary(catalog.metric_codes[slot], catalog.metric_names),
         }
         self.no_reason_column = dictionary(np.zeros(self.num_rows, np.int32), [""])
+        self._texts: dict[str, pa.Array] = {}
         self._shapes: list[Shapes] | None = None
         self._shape_column = dictionary(np.zeros(0, np.int32), [])
+
+    def text(self, values: Sequence[str]) -> pa.Array:
+        """Returns what each delivery has as a column; kept where it is the same code in all of them."""
+        if len(set(values)) != 1:
+            return text_column(values, self.delivery)
+        column = self._texts.get(values[0])
+        if column is None:
+            column = self._texts[values[0]] = text_column(values, self.delivery)
+        return column
 
     def shape(self, shapes: list[Shapes]) -> pa.Array:
         """Returns the column of shapes, those of each delivery given; made anew only where one is another."""
@@ -211,6 +219,14 @@ def _reasons(
     return reason != reasons.none, dictionary(reason, reasons.texts)
 
 
-def _optional(kind: pa.DataType, values: Sequence[float | None], layout: _Layout) -> pa.Array:
+def _optional(
+    kind: type[np.int32] | type[np.int64] | type[np.float64],
+    values: Sequence[float | None],
+    delivery: _Integers,
+) -> pa.Array:
     """Returns what each delivery has as a column, with nulls where that is None."""
-    return pa.array(values, kind).take(layout.delivery_array)
+    if None not in values:
+        return pa.array(np.array(values, kind)[delivery])
+    is_missing = np.array([value is None for value in values])
+    known = np.array([0 if value is None else value for value in values], kind)
+    return pa.array(known[delivery], mask=is_missing[delivery])
