@@ -97,6 +97,10 @@ def quartile_position(num_finite: int, quarters: int) -> tuple[int, int, int]:
 
 def named_values(facts: Facts) -> Mapping[str, float | Absent]:
     """Returns the nine statistics by name, each finite or with the reason why it is missing."""
+    found = profile_numbers(facts)
+    # The sum is finite only where each of them is.
+    if found is not None and math.isfinite(sum(found)):
+        return dict(zip(PROFILE_METRICS, found, strict=True))
     if facts.num_entries == 0:
         return dict.fromkeys(PROFILE_METRICS, Absent(Reason.EMPTY.value))
     num_finite = facts.num_finite

@@ -59,9 +59,11 @@ def read_table(
         looks: What all scalars of each tensor follow from; None where it is something else.
         read_alone: Returns the scalars of the tensor at a place; called for those that need it.
     """
-    expected = () if reducer is None else reducer.metrics
+    if reducer is None:
+        return _one_by_one([read_alone(place) for place in range(len(looks))])
+    expected = reducer.metrics
     reasons: dict[tuple[int, int], str] = {}
-    grid, unread = _read_together(reducer, len(expected), looks, reasons)
+    grid, unread = _read_together(reducer, looks, reasons)
     metrics = [expected] * len(looks)
     others: dict[int, Array] = {}
     for place in unread:
@@ -83,22 +85,27 @@ def read_table(
     )
 
 
+def _one_by_one(found: Sequence[MeasuredScalars]) -> ScalarTable:
+    """Returns the scalars of tensors that were all read alone."""
+    reasons = [*chain.from_iterable([one.reasons for one in found])]
+    return ScalarTable(
+        [one.metrics for one in found],
+        np.array([*chain.from_iterable([one.values for one in found])], np.float64),  # None becomes NaN
+        {place: reason for place, reason in enumerate(reasons) if reason} if any(reasons) else {},
+    )
+
+
 def _read_together(
-    reducer: FactsReducer | None,
-    width: int,
-    looks: Sequence[Look | None],
-    reasons: dict[tuple[int, int], str],
-) -> tuple[Array, Sequence[int]]:
+    reducer: FactsReducer, looks: Sequence[Look | None], reasons: dict[tuple[int, int], str]
+) -> tuple[Array, list[int]]:
     """Returns what a reducer makes of tensors, a row each, and which of them have to be read alone.
 
     Args:
-        reducer: The reducer; None where there is none.
-        width: How many values it makes.
+        reducer: The reducer.
         looks: What they follow from.
         reasons: Takes why one is missing, by row and column.
     """
-    if reducer is None:
-        return np.empty((len(looks), width)), range(len(looks))
+    width = len(reducer.metrics)
     unread: list[int] = []
     places: list[int] = []
     rows: list[Sequence[float]] = []
