@@ -27,7 +27,7 @@ from functools import partial  # noqa: E402
 import torch  # noqa: E402
 
 from torchinstruments.statistics import host  # noqa: E402
-from torchinstruments.statistics.batching import ScalarBatch  # noqa: E402
+from torchinstruments.statistics.batching import MeasuredScalars, ScalarBatch  # noqa: E402
 from torchinstruments.statistics.contract import Reducer  # noqa: E402
 from torchinstruments.statistics.histograms import histogram  # noqa: E402
 from torchinstruments.statistics.isolation import isolated  # noqa: E402
@@ -266,8 +266,12 @@ def measure(
 def measure_and_read(tensors: tuple[torch.Tensor, ...]) -> None:
     """Does what the writer thread does as well."""
     batch = measure(tensors, (ExactProfile(),))
-    for index in range(len(tensors)):
-        batch.read(index)
+    batch.read_all(range(len(tensors)), absent)
+
+
+def absent(place: int) -> MeasuredScalars:
+    """All were measured."""
+    raise AssertionError(place)
 
 
 def fail(probe: str, error: BaseException) -> None:

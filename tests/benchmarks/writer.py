@@ -21,7 +21,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -31,7 +31,8 @@ from torch import nn
 
 from torchinstruments import AlwaysSampler, inject_observer
 from torchinstruments.config import HistoryConfig
-from torchinstruments.records import Claim, DeferredSample, Identity, ModuleRecord, RunRecord, Sample
+from torchinstruments.observe.observation import Delivery as Hooked
+from torchinstruments.records import Claim, Identity, ModuleRecord, RunRecord, Sample
 from torchinstruments.sinks.delivery import Delivery
 from torchinstruments.sinks.directory import RankFolderSink
 from torchinstruments.sinks.outbox import BoundedOutbox
@@ -58,28 +59,24 @@ class Keeping:
         """Nothing to begin."""
 
     def observe(self, sample: Sample) -> None:
-        """Keeps it without its histograms, which go elsewhere."""
-        self.samples.append(replace(sample, histograms=()))
+        """Keeps it."""
+        self.samples.append(sample)
 
     def close(self) -> None:
         """Nothing to end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Renumbered:
-    """A delivery once more, as one of another sample."""
+def renumbered_sample(sample: Sample, ordinal: int) -> Sample:
+    """Returns what was read out of a delivery once more, as of another sample."""
+    again = replace(sample, ordinal=ordinal, measurements=())
+    if sample.columns is not None:
+        again.take_columns(sample.columns)
+    return again
 
-    delivery: DeferredSample
-    ordinal: int
 
-    @property
-    def num_scalars(self) -> int:
-        """Scalars that it holds."""
-        return self.delivery.num_scalars
-
-    def resolve(self) -> Sample:
-        """Reads the numbers out."""
-        return replace(self.delivery.resolve(), ordinal=self.ordinal)
+def renumbered(delivery: Hooked, ordinal: int) -> Hooked:
+    """Returns a delivery once more, as one of another sample."""
+    return replace(delivery, facts=replace(delivery.facts, ordinal=ordinal))
 
 
 def example(rows: int = 2) -> tuple[nn.Module, torch.Tensor]:
@@ -162,7 +159,7 @@ def written_s(samples: list[Sample], count: int) -> float:
         began_s = time.thread_time()
         for number in range(count):
             for sample in samples[2 * (number % RECORDED) :][:2]:
-                writer.add_sample(replace(sample, ordinal=number))
+                writer.add_sample(renumbered_sample(sample, number))
         writer.close(60.0)
         return time.thread_time() - began_s
 
@@ -233,7 +230,7 @@ class Beside(RankFolderSink):
         way: ``resolved`` where it lets go of them.
     """
 
-    def __init__(self, folder: str, deliveries: Sequence[DeferredSample], way: str) -> None:
+    def __init__(self, folder: str, deliveries: Sequence[Hooked], way: str) -> None:
         super().__init__(rank_writer(folder))
         self._deliveries = deliveries
         self._lets_go = way == "resolved"
@@ -265,7 +262,7 @@ class Beside(RankFolderSink):
         self._put += len(self._deliveries)
         self._done.clear()
         for place, one in enumerate(self._deliveries):
-            self._delivery.put_sample(Renumbered(one, first + place // 2))
+            self._delivery.put_sample(renumbered(one, first + place // 2))
         began_s, count = time.perf_counter(), 0
         while not self._done.is_set():
             step()
@@ -299,9 +296,9 @@ def beside_hashing_s(step: Callable[[], None], thread_s: float) -> tuple[int, fl
     return count, time.perf_counter() - began_s
 
 
-def unresolved(num_scalars: int) -> list[DeferredSample]:
+def unresolved(num_scalars: int) -> list[Hooked]:
     """Deliveries of a short training run as hooks leave them, their numbers not read out yet."""
-    taken: list[DeferredSample] = []
+    taken: list[Hooked] = []
     model, x = example()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -314,7 +311,7 @@ def unresolved(num_scalars: int) -> list[DeferredSample]:
     return taken
 
 
-def scalars_of(deliveries: Sequence[DeferredSample]) -> int:
+def scalars_of(deliveries: Sequence[Hooked]) -> int:
     """Counts the scalars of deliveries."""
     return sum(one.num_scalars for one in deliveries)
 

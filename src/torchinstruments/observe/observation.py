@@ -6,10 +6,10 @@ numbers are put in when the writer thread resolves the delivery. No delivery hol
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
+import numpy as np
 import torch
 
 from torchinstruments.observe.engine import is_capturing_graph
@@ -20,7 +20,8 @@ from torchinstruments.records import (
     Execution,
     GradSync,
     HistogramRecord,
-    Measurement,
+    KeptFrames,
+    MeasurementColumns,
     Position,
     Reason,
     Sample,
@@ -31,10 +32,11 @@ from torchinstruments.records import (
     Stage,
 )
 from torchinstruments.statistics.admission import admit
-from torchinstruments.statistics.batching import ScalarBatch
+from torchinstruments.statistics.batching import MeasuredScalars, ScalarBatch
 from torchinstruments.statistics.contract import Reducer, known_metrics, reducer_name
 from torchinstruments.statistics.histograms import HistogramReducer, absent_histogram, due_histograms
 from torchinstruments.statistics.isolation import functions_off, isolated, unintercepted
+from torchinstruments.statistics.reading import ScalarTable
 from torchinstruments.statistics.transfer import Transfer
 
 __all__ = [
@@ -122,19 +124,19 @@ class Part:
         batch: Their numbers.
         histograms: Names of the histograms that are due in this sample.
         focus: Indices of the layers whose tensors have them; empty where none is due.
+        frames: What the numbers of earlier samples were of (writer thread).
         observations: In execution order.
     """
 
     batch: ScalarBatch
     histograms: tuple[str, ...] = ()
     focus: frozenset[int] = frozenset()
+    frames: KeptFrames = field(default_factory=KeptFrames)
     observations: list[Observation] = field(default_factory=list)
 
 
 _INTEGERS = frozenset({int})
 _STAGE_TEXTS = {stage: stage.value for stage in Stage}
-_Filled: Any = make_dataclass("_Filled", [(one.name, one.type) for one in fields(Measurement)], slots=True)
-"""A `Measurement` while its fields are set, which takes three times as long where they are frozen."""
 
 
 def _always() -> bool:
@@ -152,6 +154,7 @@ class Recipe:
         focus: Indices of these layers.
         wants_histograms: Asked for each part whether anyone would keep its histograms; must not raise.
         signals: What is measured of the layers.
+        frames: What the numbers of earlier samples were of (writer thread).
     """
 
     reducers: tuple[Reducer, ...]
@@ -159,6 +162,7 @@ class Recipe:
     focus: frozenset[int] = frozenset()
     wants_histograms: Callable[[], bool] = _always
     signals: frozenset[Signal] = DEFAULT_SIGNALS
+    frames: KeptFrames = field(default_factory=KeptFrames)
 
     def part(self, ordinal: int, on_error: Callable[[str, BaseException], None]) -> Part:
         """Returns an empty part (training or autograd thread, hot path).
@@ -172,6 +176,7 @@ class Recipe:
             ScalarBatch(self.reducers, on_error, histograms=due),
             histograms=tuple([histogram.name for histogram in due]),
             focus=self.focus if due else frozenset(),
+            frames=self.frames,
         )
 
 
@@ -225,7 +230,7 @@ class Delivery:
 
     def resolve(self) -> Sample:
         """Waits for the copies and returns the sample (writer thread)."""
-        return Sample(
+        sample = Sample(
             ordinal=self.facts.ordinal,
             position=self.facts.position,
             started_at_us=self.facts.started_at_us,
@@ -241,13 +246,6 @@ class Delivery:
             modules_expected=self.facts.modules_expected,
             modules_fired=self.facts.modules_fired,
             settled=self.settled,
-            measurements=tuple(
-                [
-                    self._measurement(part.batch, observation)
-                    for part in self.parts
-                    for observation in part.observations
-                ]
-            ),
             histograms=tuple(
                 [
                     record
@@ -259,6 +257,61 @@ class Delivery:
             ),
             at_step=self.at_step,
         )
+        if any(part.observations for part in self.parts):
+            sample.take_columns(self._columns())
+        return sample
+
+    def _columns(self) -> MeasurementColumns:
+        """Returns the observations with their numbers."""
+        tables = [self._table(part) for part in self.parts]
+        observations = [one for part in self.parts for one in part.observations]
+        every_metrics = [metrics for table in tables for metrics in table.metrics]
+        backward_index = self.backward_index or 0
+        described = [
+            # The fields of a `Description`, without the call that makes one.
+            (
+                (layer := (call := one.call).layer).name,
+                layer.index,
+                call.call_index,
+                one.signal,
+                _STAGE_TEXTS[one.stage],
+                one.tensor_path,
+                backward_index,
+                call.mode,
+                call.grad_enabled,
+                one.scope,
+                one.replica_key,
+                call.execution,
+                one.dtype,
+                one.device,
+                metrics,
+            )
+            for one, metrics in zip(observations, every_metrics, strict=True)
+        ]
+        frame, shapes = self.parts[0].frames.find(described, [one.shape for one in observations])
+        reasons: dict[int, str] = {}
+        start = 0
+        for table in tables:
+            reasons |= {start + place: reason for place, reason in table.reasons.items()}
+            start += len(table.values)
+        return MeasurementColumns(
+            frame=frame,
+            shapes=shapes,
+            timestamp_us=np.array([one.timestamp_us for one in observations], np.int64),
+            values=tables[0].values if len(tables) == 1 else np.concatenate([one.values for one in tables]),
+            reasons=reasons,
+        )
+
+    def _table(self, part: Part) -> ScalarTable:
+        """Returns the numbers of one part, or why there are none."""
+
+        def absent(place: int) -> MeasuredScalars:
+            count = len(self.absence_metrics)
+            return MeasuredScalars(
+                self.absence_metrics, (None,) * count, (part.observations[place].reason,) * count
+            )
+
+        return part.batch.read_all([one.index for one in part.observations], absent)
 
     def _histograms(self, part: Part, observation: Observation) -> Iterator[HistogramRecord]:
         """Yields the histograms of one observation, or why there are none."""
@@ -291,41 +344,6 @@ class Delivery:
                 unavailable_reason=one.unavailable_reason,
                 stage=observation.stage.value,
             )
-
-    def _measurement(self, batch: ScalarBatch, observation: Observation) -> Measurement:
-        """Returns one observation with its numbers."""
-        if observation.index < 0:
-            metrics = self.absence_metrics
-            values: tuple[float | None, ...] = (None,) * len(metrics)
-            reasons = (observation.reason,) * len(metrics)
-        else:
-            scalars = batch.read(observation.index)
-            metrics, values, reasons = scalars.metrics, scalars.values, scalars.reasons
-        call, layer = observation.call, observation.call.layer
-        # In the order of a measurement's fields: by name it takes half as long again.
-        filled = _Filled(
-            layer.name,
-            layer.index,
-            call.call_index,
-            observation.signal,
-            _STAGE_TEXTS[observation.stage],
-            observation.tensor_path,
-            self.backward_index or 0,
-            observation.timestamp_us,
-            call.mode,
-            call.grad_enabled,
-            observation.scope,
-            observation.replica_key,
-            call.execution,
-            observation.shape,
-            observation.dtype,
-            observation.device,
-            metrics,
-            values,
-            reasons,
-        )
-        filled.__class__ = Measurement
-        return filled
 
 
 def take_tensor(

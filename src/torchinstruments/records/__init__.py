@@ -26,12 +26,20 @@ from torchinstruments.records.codes import (
     Stage,
     StepProvenance,
 )
+from torchinstruments.records.columns import (
+    Description,
+    KeptFrames,
+    Measurement,
+    MeasurementColumns,
+    MeasurementFrame,
+    Shapes,
+    as_columns,
+)
 from torchinstruments.records.outbox import ChecksRecord, Counters, ErrorRecord, Outbox
 from torchinstruments.records.runs import Claim, GenerationRecord, Identity, Member, RunRecord
 from torchinstruments.records.samples import (
     DeferredSample,
     HistogramRecord,
-    Measurement,
     ModuleRecord,
     Position,
     Sample,
@@ -48,6 +56,7 @@ __all__ = [
     "Counters",
     "DeferredFingerprints",
     "DeferredSample",
+    "Description",
     "ErrorRecord",
     "Evidence",
     "Execution",
@@ -56,7 +65,10 @@ __all__ = [
     "GradSync",
     "HistogramRecord",
     "Identity",
+    "KeptFrames",
     "Measurement",
+    "MeasurementColumns",
+    "MeasurementFrame",
     "Member",
     "ModuleRecord",
     "Outbox",
@@ -68,9 +80,11 @@ __all__ = [
     "SampleState",
     "ScaleProvenance",
     "Scope",
+    "Shapes",
     "Signal",
     "Stage",
     "StepProvenance",
+    "as_columns",
     "error_text",
     "storable",
 ]

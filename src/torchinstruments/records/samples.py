@@ -1,22 +1,14 @@
 """What one sampled forward, or one backward of it, gave."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from torchinstruments.records.codes import (
-    Execution,
-    GradSync,
-    SampleState,
-    ScaleProvenance,
-    Scope,
-    Signal,
-    StepProvenance,
-)
+from torchinstruments.records.codes import GradSync, SampleState, ScaleProvenance, Signal, StepProvenance
+from torchinstruments.records.columns import Measurement, MeasurementColumns
 
 __all__ = [
     "DeferredSample",
     "HistogramRecord",
-    "Measurement",
     "ModuleRecord",
     "Position",
     "Sample",
@@ -70,54 +62,6 @@ class Position(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
-    """All scalars of one tensor at one moment: some rows of ``history``.
-
-    Attributes:
-        layer: As in `ModuleRecord`.
-        layer_index: Position in the catalog, the order of rows inside a part.
-        call_index: Ordinal of the layer's call in this forward.
-        signal: What was measured.
-        stage: `Stage` of a parameter gradient, else ``""``.
-        tensor_path: ``output``, ``output.logits``, ``grad_output.0``, ``input.mask``; of a parameter its own
-            name in its module, ``weight``.
-        backward_index: Which traversal of the graph; 0 for outputs and the first one.
-        timestamp_us: When it was observed: microseconds since the epoch, UTC.
-        mode: ``train`` or ``eval``, of the module.
-        grad_enabled: Whether gradients were enabled at the call.
-        scope: What the numbers cover.
-        replica_key: Set where equality between ranks is provable.
-        execution: How the program ran.
-        shape: Local shape.
-        dtype: ``float32``, without ``torch.``.
-        device: ``cpu``, ``cuda:0``.
-        metrics: Names, in the order of the reducers.
-        values: Finite numbers; None where there is a reason.
-        reasons: ``""`` beside a value, else a `Reason` with or without detail.
-    """
-
-    layer: str
-    layer_index: int
-    call_index: int
-    signal: Signal
-    stage: str
-    tensor_path: str
-    backward_index: int
-    timestamp_us: int
-    mode: str
-    grad_enabled: bool
-    scope: Scope
-    replica_key: str
-    execution: Execution
-    shape: tuple[int, ...]
-    dtype: str
-    device: str
-    metrics: tuple[str, ...]
-    values: tuple[float | None, ...]
-    reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class HistogramRecord:
     """One histogram of one tensor at one moment.
 
@@ -168,12 +112,20 @@ class HistogramRecord:
     stage: str = ""
 
 
+class _OfColumns:
+    """Room beside the fields of a `Sample`, so that nothing that goes by its fields sees it."""
+
+    __slots__ = ("_columns",)
+
+
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(_OfColumns):
     """What one sampled forward, or one backward of it, gave; resolved and handed to sinks.
 
     A sample reaches sinks once for its forward and once for each backward that was observed; and, where
     parameters' gradients are measured, once for each optimizer's step that found them.
+
+    Its measurements may be made when somebody asks for them; `columns` are what they are made of.
 
     Attributes:
         ordinal: Ordinal of the sample in this process. The stored sample id adds the generation's first id.
@@ -211,6 +163,26 @@ class Sample:
     measurements: tuple[Measurement, ...] = ()
     histograms: tuple[HistogramRecord, ...] = ()
     at_step: bool = False
+
+    @property
+    def columns(self) -> MeasurementColumns | None:
+        """What the measurements are made of; None where they were given as such (writer thread)."""
+        return getattr(self, "_columns", None)
+
+    def take_columns(self, columns: MeasurementColumns) -> None:
+        """Leaves the measurements to be made of columns, in place (by who has just made the sample)."""
+        object.__delattr__(self, "measurements")
+        object.__setattr__(self, "_columns", columns)
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> object:
+            """Makes the measurements at the first look at them."""
+            columns = self.columns if name == "measurements" else None
+            if columns is None:
+                raise AttributeError(f"a Sample has no attribute {name!r}")
+            object.__setattr__(self, name, columns.measurements())
+            return self.measurements
 
 
 class DeferredSample(Protocol):

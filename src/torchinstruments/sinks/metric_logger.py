@@ -4,17 +4,31 @@ A metric logger knows names, numbers and steps; shapes, reasons, scope and loss 
 stand in the run's folder only.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from torchinstruments.errors import ConfigurationError
-from torchinstruments.records import Claim, Identity, ModuleRecord, RunRecord, Sample, SampleState
+from torchinstruments.records import (
+    Claim,
+    Identity,
+    KeptFrames,
+    MeasurementFrame,
+    ModuleRecord,
+    RunRecord,
+    Sample,
+    SampleState,
+    as_columns,
+)
 from torchinstruments.sinks.tags import DEFAULT_PREFIX, checked_prefix, quoted, tensor_tag
 
 __all__ = ["MetricLogger", "MetricLoggerSink"]
 
 _MAX_REMEMBERED_SAMPLES = 4096
+_MAX_NAMED_FRAMES = 4
 
 
 class MetricLogger(Protocol):
@@ -55,6 +69,8 @@ class MetricLoggerSink:
         self._prefix = checked_prefix(prefix)
         self._first_sample_id = 0
         self._collected_s: OrderedDict[int, float] = OrderedDict()
+        self._frames = KeptFrames()
+        self._names: OrderedDict[MeasurementFrame, list[str]] = OrderedDict()
 
     def place(self, identity: Identity, claim: Claim) -> None:  # noqa: ARG002 - part of the seam
         """Takes where the sample ids of this process begin (writer thread)."""
@@ -81,21 +97,31 @@ class MetricLoggerSink:
         """Leaves the logger alone (writer thread)."""
 
     def _metrics(self, sample: Sample) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        for one in sample.measurements:
-            tag = tensor_tag(
-                self._prefix,
-                one.layer,
-                one.call_index,
-                one.tensor_path,
-                one.backward_index,
-                one.signal,
-                one.stage,
-            )
-            for metric, value in zip(one.metrics, one.values, strict=True):
-                if value is not None:
-                    metrics[f"{tag}/{quoted(metric)}"] = value
-        return metrics
+        columns = sample.columns or as_columns(sample.measurements, self._frames)
+        named = zip(self._names_of(columns.frame), columns.values.tolist(), strict=True)
+        if bool(np.isnan(columns.values).any()):
+            return {name: value for name, value in named if not math.isnan(value)}
+        return dict(named)
+
+    def _names_of(self, frame: MeasurementFrame) -> list[str]:
+        """Returns the name of each number; those of the last few frames are kept."""
+        names = self._names.get(frame, [])
+        if not names:
+            for one in frame.described:
+                tag = tensor_tag(
+                    self._prefix,
+                    one.layer,
+                    one.call_index,
+                    one.tensor_path,
+                    one.backward_index,
+                    one.signal,
+                    one.stage,
+                )
+                names += [f"{tag}/{quoted(metric)}" for metric in one.metrics]
+            self._names[frame] = names
+            if len(self._names) > _MAX_NAMED_FRAMES:
+                self._names.popitem(last=False)
+        return names
 
     def _total_s(self, sample: Sample) -> float:
         total_s = self._collected_s.pop(sample.ordinal, 0.0) + sample.collection_s

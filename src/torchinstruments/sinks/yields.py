@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Mapping
 
+import numpy as np
+
 from torchinstruments.records import Reason, Sample
 
 __all__ = ["Yield"]
@@ -32,6 +34,10 @@ class Yield:
     def add(self, sample: Sample) -> None:
         """Takes one delivery; costs nothing once there was a value (writer thread)."""
         if self._has_value:
+            return
+        columns = sample.columns
+        if columns is not None and not np.isnan(columns.values).all():
+            self._has_value = True
             return
         for one in sample.measurements:
             if any(value is not None for value in one.values):

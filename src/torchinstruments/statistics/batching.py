@@ -13,7 +13,6 @@ says so in their place. One that is not this package's own gets a copy of the te
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, cast
 
 import torch
 
@@ -43,6 +42,7 @@ from torchinstruments.statistics.histograms import (
 from torchinstruments.statistics.host import measure_on_host
 from torchinstruments.statistics.measuring import MAX_SCRATCH_BYTES, FactsReducer
 from torchinstruments.statistics.packing import SmallTensors
+from torchinstruments.statistics.reading import MeasuredScalars, ScalarTable, read_table
 from torchinstruments.statistics.transfer import DeviceNumbers, Transfer
 
 __all__ = ["MeasuredScalars", "ScalarBatch"]
@@ -52,35 +52,21 @@ _SCALAR = "a scalar"
 _LOST = Absent(Reason.REDUCER_ERROR.with_detail("its packed result does not hold it"))
 
 
-class MeasuredScalars(NamedTuple):
-    """The scalars of one tensor.
-
-    Attributes:
-        metrics: Names, each once, in the order of the reducers.
-        values: Finite numbers; None where there is a reason.
-        reasons: ``""`` beside a value, else a `Reason` with or without detail.
-    """
-
-    metrics: tuple[str, ...]
-    values: tuple[float | None, ...]
-    reasons: tuple[str, ...]
-
-
 @dataclass(slots=True)
 class _Tensor:
     """What a batch holds of one tensor.
 
     Attributes:
-        held: Values, or what they will come from, by metric.
+        held: Values, or what they will come from, by metric; empty where all come from `derived`.
         histograms: Those that are there, and the place of each of the others in the look, in one order.
         look: The look at the tensor, where one was taken.
-        derived: What all values come from, where that is one.
+        derived: The look that all values follow from, by the only reducer; else None.
     """
 
     held: dict[str, Held]
     histograms: list[MeasuredHistogram | tuple[str, int]] = field(default_factory=list)
     look: Look | None = None
-    derived: Derived | None = None
+    derived: Look | None = None
 
 
 class ScalarBatch:
@@ -109,6 +95,8 @@ class ScalarBatch:
         self._num_scalars = 0
         looking = [reducer for reducer in self._reducers if isinstance(reducer, FactsReducer)]
         self._looks = bool(looking)
+        self._only = looking[0] if len(looking) == len(self._reducers) == 1 else None
+        self._only_metrics = () if self._only is None else self._only.metrics
         self._is_ordered = any(reducer.is_ordered for reducer in looking)
         self._max_scratch_bytes = min(
             (reducer.max_scratch_bytes for reducer in looking), default=MAX_SCRATCH_BYTES
@@ -143,7 +131,7 @@ class ScalarBatch:
             else:
                 self._keep(reducer, results, taken.held)
         self._tensors.append(taken)
-        self._num_scalars += len(taken.held)
+        self._num_scalars += len(taken.held) if taken.derived is None else len(self._only_metrics)
         return len(self._tensors) - 1
 
     def add_scalar(self, tensor: torch.Tensor) -> int:
@@ -180,16 +168,27 @@ class ScalarBatch:
             except Exception as error:  # noqa: BLE001 - out of memory, or a device that failed before
                 self._on_error(_PROBE, error)
 
+    def read_all(self, indices: Sequence[int], absent: Callable[[int], MeasuredScalars]) -> ScalarTable:
+        """Waits for the copy and returns the scalars of several tensors (writer thread, after `seal`).
+
+        Args:
+            indices: Of the tensors, in the order that is wanted; negative for what was not measured.
+            absent: Returns what stands for that, by its place in `indices`.
+        """
+        tensors = self._tensors
+
+        def read_alone(place: int) -> MeasuredScalars:
+            return absent(place) if indices[place] < 0 else self.read(indices[place])
+
+        looks = [None if index < 0 else tensors[index].derived for index in indices]
+        return read_table(self._only, looks, read_alone)
+
     def read(self, index: int) -> MeasuredScalars:
         """Waits for the copy and returns the scalars of one tensor (writer thread, after `seal`)."""
         tensor = self._tensors[index]
         held = tensor.held
-        if tensor.derived is not None:
-            at_once, metrics = finished(tensor.derived), tensor.derived.reducer.metrics
-            if not isinstance(at_once, Absent) and tuple(at_once) == metrics:
-                numbers = tuple(at_once.values())
-                if Absent not in map(type, numbers):
-                    return MeasuredScalars(metrics, cast("tuple[float, ...]", numbers), ("",) * len(numbers))
+        if self._only is not None and tensor.derived is not None:
+            held = dict.fromkeys(self._only_metrics, Derived(self._only, tensor.derived))
         values: list[float | None] = []
         reasons: list[str] = []
         source: Held = 0.0
@@ -312,10 +311,11 @@ class ScalarBatch:
         if failure is not None or taken.look is None:
             self._fail(reducer, failure or RuntimeError("the tensor was not looked at"), taken.held)
             return
+        if self._only is not None:
+            taken.derived = taken.look
+            return
         source = Derived(reducer, taken.look)
         derived = dict.fromkeys(reducer.metrics, source)
-        if len(self._reducers) == 1:
-            taken.derived = source
         if taken.held.keys().isdisjoint(derived):
             taken.held.update(derived)
         else:

@@ -5,7 +5,7 @@ operations in the same order, on arrays. In Python one tensor by itself costs te
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from torchinstruments.records import Absent, Reason
 from torchinstruments.statistics.facts import MOMENT_METRICS, PROFILE_METRICS, QUARTERS, Facts
 from torchinstruments.statistics.moments import NO_MOMENTS, Array, resolve
 
-__all__ = ["FactColumns", "moment_rows", "profile_rows"]
+__all__ = ["FactColumns", "ValueTable", "moment_table", "profile_table"]
 
 _OVERFLOW = Absent(Reason.OVERFLOW.value)
 _NONE_FINITE = Absent(Reason.NO_FINITE_ENTRIES.value)
@@ -67,12 +67,36 @@ class FactColumns:
         )
 
 
-def profile_rows(columns: FactColumns) -> list[list[float | Absent]]:
+@dataclass(frozen=True, slots=True)
+class ValueTable:
+    """What a reducer makes of many tensors, one a row.
+
+    Attributes:
+        values: A column a metric; NaN where a value is missing; float64.
+        missing: Why, for each of the values that are missing, by row and column.
+    """
+
+    values: Array
+    missing: Mapping[tuple[int, int], Absent]
+
+    def row(self, row: int) -> list[float | Absent]:
+        """Returns the values of one tensor."""
+        return [
+            self.missing.get((row, place), value) for place, value in enumerate(self.values[row].tolist())
+        ]
+
+    def column(self, place: int) -> "ValueTable":
+        """Returns one metric alone."""
+        missing = {(row, 0): absent for (row, column), absent in self.missing.items() if column == place}
+        return ValueTable(self.values[:, place : place + 1], missing)
+
+
+def profile_table(columns: FactColumns) -> ValueTable:
     """Returns the nine statistics of each row, as `named_values` does of one (writer thread)."""
     with np.errstate(all="ignore"):
         mean, std = _mean_and_std(columns)
         quartiles = _quartiles(columns)
-        return _rows(
+        return _table(
             columns,
             (
                 mean,
@@ -87,12 +111,12 @@ def profile_rows(columns: FactColumns) -> list[list[float | Absent]]:
         )
 
 
-def moment_rows(columns: FactColumns) -> list[list[float | Absent]]:
+def moment_table(columns: FactColumns) -> ValueTable:
     """Returns the five statistics that need no order, as `moment_values` does of one (writer thread)."""
     with np.errstate(all="ignore"):
         mean, std = _mean_and_std(columns)
         low, high = np.abs(columns.ordered[:, 0]), np.abs(columns.ordered[:, 1])
-        return _rows(
+        return _table(
             columns,
             (
                 mean,
@@ -130,8 +154,8 @@ def _quartiles(columns: FactColumns) -> Array:
     return np.where(rest == 0, below, between)
 
 
-def _rows(columns: FactColumns, values: Sequence[Array], *, num_of_finite: int) -> list[list[float | Absent]]:
-    """Returns columns as rows, with a reason where there is no number.
+def _table(columns: FactColumns, values: Sequence[Array], *, num_of_finite: int) -> ValueTable:
+    """Returns columns as a table, with a reason where there is no number.
 
     Args:
         columns: What the values follow from.
@@ -139,13 +163,14 @@ def _rows(columns: FactColumns, values: Sequence[Array], *, num_of_finite: int) 
         num_of_finite: How many of them, from the first on, are of finite entries.
     """
     table = np.stack(values, axis=1)
-    rows: list[list[float | Absent]] = table.tolist()
+    none_finite = columns.num_finite == 0
     of_finite = table[:, :num_of_finite]
-    for row in np.flatnonzero(~np.isfinite(of_finite).all(axis=1) | (columns.num_finite == 0)).tolist():
-        if columns.num_finite[row] == 0:
-            rows[row][:num_of_finite] = [_NONE_FINITE] * num_of_finite
-        else:
-            missing = np.flatnonzero(~np.isfinite(of_finite[row])).tolist()
-            for place in missing:
-                rows[row][place] = _OVERFLOW
-    return rows
+    is_missing = ~np.isfinite(of_finite) | none_finite[:, None]
+    if not is_missing.any():
+        return ValueTable(table, {})
+    of_finite[is_missing] = np.nan
+    missing = {
+        (row, place): _NONE_FINITE if none_finite[row] else _OVERFLOW
+        for row, place in np.argwhere(is_missing).tolist()
+    }
+    return ValueTable(table, missing)

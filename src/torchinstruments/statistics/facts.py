@@ -20,6 +20,7 @@ __all__ = [
     "Facts",
     "moment_values",
     "named_values",
+    "profile_numbers",
     "quartile_position",
 ]
 
@@ -96,6 +97,10 @@ def quartile_position(num_finite: int, quarters: int) -> tuple[int, int, int]:
 
 def named_values(facts: Facts) -> Mapping[str, float | Absent]:
     """Returns the nine statistics by name, each finite or with the reason why it is missing."""
+    found = profile_numbers(facts)
+    # The sum is finite only where each of them is.
+    if found is not None and math.isfinite(sum(found)):
+        return dict(zip(PROFILE_METRICS, found, strict=True))
     if facts.num_entries == 0:
         return dict.fromkeys(PROFILE_METRICS, Absent(Reason.EMPTY.value))
     num_finite = facts.num_finite
@@ -103,21 +108,43 @@ def named_values(facts: Facts) -> Mapping[str, float | Absent]:
     if num_finite == 0:
         values = dict.fromkeys(_OF_FINITE_ENTRIES, Absent(Reason.NO_FINITE_ENTRIES.value))
     else:
-        # Written out, since the writer thread holds the interpreter's lock for every tensor here.
-        (below_25, above_25), (below_50, above_50), (below_75, above_75) = facts.quartiles
-        last = num_finite - 1
-        mean, std, low, high = _mean(facts), facts.moments.std, float(facts.minimum), float(facts.maximum)
-        p25 = _between(below_25, above_25, last % 4)
-        p50 = _between(below_50, above_50, last * 2 % 4)
-        p75 = _between(below_75, above_75, last * 3 % 4)
-        values = {"mean": mean, "std": std, "min": low, "max": high, "p25": p25, "p50": p50, "p75": p75}
-        # The sum is finite only where each of them is.
-        if not math.isfinite(mean + std + low + high + p25 + p50 + p75):
-            numbers = (mean, std, low, high, p25, p50, p75)
-            values = dict(zip(_OF_FINITE_ENTRIES, map(_value, numbers), strict=True))
+        ends = (facts.minimum, facts.maximum)
+        rests = [(num_finite - 1) * quarters % 4 for quarters in QUARTERS]
+        between = [_between(*pair, rest) for pair, rest in zip(facts.quartiles, rests, strict=True)]
+        numbers = (_mean(facts), facts.moments.std, *ends, *between)
+        values = dict(zip(_OF_FINITE_ENTRIES, map(_value, numbers), strict=True))
     values["zero_fraction"] = facts.num_zero / facts.num_entries
     values["nonfinite_fraction"] = facts.num_nonfinite / facts.num_entries
     return values
+
+
+def profile_numbers(facts: Facts) -> tuple[float, ...] | None:
+    """Returns the values of `named_values` in their order, where nothing is missing (writer thread).
+
+    Written out, since that thread holds the interpreter's lock for every tensor here.
+
+    Returns:
+        None where there is no finite entry, or entries are whole numbers, which are not interpolated in
+        floats. What float64 cannot hold is not finite.
+    """
+    num_entries, low, high = facts.num_entries, facts.minimum, facts.maximum
+    if type(low) is not float or not facts.quartiles:
+        return None
+    (below_25, above_25), (below_50, above_50), (below_75, above_75) = facts.quartiles
+    last = num_entries - facts.num_nonfinite - 1
+    rest_25, rest_50, rest_75 = last % 4, last * 2 % 4, last * 3 % 4
+    mean = facts.moments.mean
+    return (
+        mean if low <= mean <= high else _mean(facts),
+        facts.moments.std,
+        low,
+        high,
+        below_25 + (above_25 - below_25) * (rest_25 / 4) if rest_25 else below_25,
+        below_50 + (above_50 - below_50) * (rest_50 / 4) if rest_50 else below_50,
+        below_75 + (above_75 - below_75) * (rest_75 / 4) if rest_75 else below_75,
+        facts.num_zero / num_entries,
+        facts.num_nonfinite / num_entries,
+    )
 
 
 def moment_values(facts: Facts) -> Mapping[str, float | Absent]:

@@ -15,7 +15,7 @@ from torchinstruments.records import Absent
 from torchinstruments.statistics.bins import BinRule
 from torchinstruments.statistics.contract import Packed
 from torchinstruments.statistics.device import pack_facts
-from torchinstruments.statistics.fact_columns import FactColumns
+from torchinstruments.statistics.fact_columns import FactColumns, ValueTable
 from torchinstruments.statistics.facts import Facts
 from torchinstruments.statistics.host import measure_on_host
 from torchinstruments.statistics.measured import Measured
@@ -50,7 +50,17 @@ class FactsReducer:
         """Returns values by metric, each finite or with the reason why it is missing (any thread)."""
         raise NotImplementedError
 
-    def rows(self, columns: FactColumns) -> Sequence[Sequence[float | Absent]] | None:  # noqa: ARG002 - a seam
+    def numbers(self, facts: Facts) -> Sequence[float] | None:
+        """Returns the values in the order of `metrics` where nothing is missing (writer thread).
+
+        Returns:
+            The numbers of `values`; None, or one that is not finite among them, where `values` has a reason.
+        """
+        values = self.values(facts)
+        found = [value for value in values.values() if not isinstance(value, Absent)]
+        return found if tuple(values) == self.metrics and len(found) == len(values) else None
+
+    def table(self, columns: FactColumns) -> ValueTable | None:  # noqa: ARG002 - a seam
         """Returns the values of many tensors at once (writer thread).
 
         Returns:

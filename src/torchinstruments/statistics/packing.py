@@ -16,14 +16,14 @@ import torch
 
 from torchinstruments.records import Absent
 from torchinstruments.statistics.bins import Binned, BinRule, bin_edges, thresholds
-from torchinstruments.statistics.fact_columns import FactColumns
+from torchinstruments.statistics.fact_columns import FactColumns, ValueTable
 from torchinstruments.statistics.facts import QUARTERS
 from torchinstruments.statistics.host_memory import as_array
 from torchinstruments.statistics.measured import Measured
 from torchinstruments.statistics.measuring import FactsReducer
 from torchinstruments.statistics.moments import Array, exponents_of
 
-__all__ = ["MAX_PACKED_ENTRIES", "PackedPlace", "SmallTensors"]
+__all__ = ["MAX_PACKED_ENTRIES", "PackedBlock", "PackedPlace", "SmallTensors"]
 
 MAX_PACKED_ENTRIES = 4096
 """Larger tensors are measured by themselves."""
@@ -62,13 +62,18 @@ _ROW_DTYPES = {**_OF_NUMPY, **dict.fromkeys((torch.bfloat16, *_FLOAT8), torch.fl
 
 
 class PackedPlace:
-    """Where one tensor was put; what was measured of it is read here after its matrix was measured."""
+    """Where one tensor was put; what was measured of it is read here after its matrix was measured.
 
-    __slots__ = ("_block", "_row")
+    Attributes:
+        block: The matrix.
+        row: Its row.
+    """
 
-    def __init__(self, block: "_Block", row: int) -> None:
-        self._block = block
-        self._row = row
+    __slots__ = ("block", "row")
+
+    def __init__(self, block: "PackedBlock", row: int) -> None:
+        self.block = block
+        self.row = row
 
     def measured(self) -> Measured:
         """Returns what was measured (writer thread).
@@ -76,7 +81,7 @@ class PackedPlace:
         Raises:
             RuntimeError: The matrix could not be measured, and why.
         """
-        return self._block.measured(self._row)
+        return self.block.measured(self.row)
 
     def values(self, reducer: FactsReducer) -> Mapping[str, float | Absent]:
         """Returns what a reducer makes of it (writer thread).
@@ -84,7 +89,7 @@ class PackedPlace:
         Raises:
             Exception: The matrix could not be measured, or what the reducer raised.
         """
-        return self._block.values(self._row, reducer)
+        return self.block.values(self.row, reducer)
 
 
 class SmallTensors:
@@ -95,7 +100,7 @@ class SmallTensors:
     """
 
     def __init__(self) -> None:
-        self._open: dict[tuple[torch.dtype, int], _Block] = {}
+        self._open: dict[tuple[torch.dtype, int], PackedBlock] = {}
 
     def add(self, tensor: torch.Tensor, rules: Sequence[BinRule] = ()) -> PackedPlace | None:
         """Copies a tensor and returns where (training thread, hot path).
@@ -119,7 +124,7 @@ class SmallTensors:
         width = max(_MIN_WIDTH, 1 << (num_entries - 1).bit_length())
         block = self._open.get((dtype, width))
         if block is None:
-            block = self._open[dtype, width] = _Block(dtype, width)
+            block = self._open[dtype, width] = PackedBlock(dtype, width)
         place = PackedPlace(block, block.add(tensor, num_entries, rules))
         if block.is_full:
             del self._open[dtype, width]
@@ -144,7 +149,7 @@ class SmallTensors:
             raise ExceptionGroup("small tensors could not be measured", failures)
 
 
-class _Block:
+class PackedBlock:
     """A matrix whose rows are tensors."""
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
@@ -155,7 +160,7 @@ class _Block:
         self._rules: dict[int, tuple[BinRule, ...]] = {}
         self._binned: dict[int, dict[BinRule, Binned]] = {}
         self._columns: FactColumns | None = None
-        self._values: dict[FactsReducer, Sequence[Sequence[float | Absent]] | None] = {}
+        self._tables: dict[FactsReducer, ValueTable | None] = {}
         self._failure = "they were never measured"
 
     @property
@@ -255,17 +260,25 @@ class _Block:
         return Measured(self._measured_columns().facts(row), binned)
 
     def values(self, row: int, reducer: FactsReducer) -> Mapping[str, float | Absent]:
-        """Returns what a reducer makes of a row; what it can, it makes of all of them at the first one.
+        """Returns what a reducer makes of a row.
 
         Raises:
             RuntimeError: Nothing was measured, and why.
         """
-        if reducer not in self._values:
-            self._values[reducer] = reducer.rows(self._measured_columns())
-        rows = self._values[reducer]
-        if rows is None:
+        table = self.table(reducer)
+        if table is None:
             return reducer.values(self._measured_columns().facts(row))
-        return dict(zip(reducer.metrics, rows[row], strict=True))
+        return dict(zip(reducer.metrics, table.row(row), strict=True))
+
+    def table(self, reducer: FactsReducer) -> ValueTable | None:
+        """Returns what a reducer makes of all rows, made at the first call; None where it goes row by row.
+
+        Raises:
+            RuntimeError: Nothing was measured, and why.
+        """
+        if reducer not in self._tables:
+            self._tables[reducer] = reducer.table(self._measured_columns())
+        return self._tables[reducer]
 
     def _measured_columns(self) -> FactColumns:
         """Returns what was measured.

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from torchinstruments.records import Absent
-from torchinstruments.statistics.fact_columns import FactColumns, profile_rows
-from torchinstruments.statistics.facts import PROFILE_METRICS, Facts, named_values
+from torchinstruments.statistics.fact_columns import FactColumns, ValueTable, profile_table
+from torchinstruments.statistics.facts import PROFILE_METRICS, Facts, named_values, profile_numbers
 from torchinstruments.statistics.measuring import MAX_SCRATCH_BYTES, FactsReducer
 
 __all__ = ["MAX_SCRATCH_BYTES", "PROFILE_METRICS", "ExactProfile"]
@@ -55,6 +55,11 @@ class ExactProfile(FactsReducer):
         return named_values(facts)
 
     @override
-    def rows(self, columns: FactColumns) -> Sequence[Sequence[float | Absent]]:
+    def numbers(self, facts: Facts) -> Sequence[float] | None:
+        """Returns the nine statistics where nothing is missing."""
+        return profile_numbers(facts)
+
+    @override
+    def table(self, columns: FactColumns) -> ValueTable:
         """Returns the nine statistics of many tensors."""
-        return profile_rows(columns)
+        return profile_table(columns)

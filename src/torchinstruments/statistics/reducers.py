@@ -9,7 +9,7 @@ from typing_extensions import override
 from torchinstruments.errors import ConfigurationError
 from torchinstruments.records import Absent
 from torchinstruments.statistics.contract import Reducer, Scalar, known_metrics, reducer_name
-from torchinstruments.statistics.fact_columns import FactColumns, moment_rows
+from torchinstruments.statistics.fact_columns import FactColumns, ValueTable, moment_table
 from torchinstruments.statistics.facts import EMPTY, MOMENT_METRICS, Facts, moment_values
 from torchinstruments.statistics.measuring import FactsReducer, look
 from torchinstruments.statistics.profile import ExactProfile
@@ -57,10 +57,9 @@ class MomentReducer(FactsReducer):
         return {self.metric: moment_values(facts)[self.metric]}
 
     @override
-    def rows(self, columns: FactColumns) -> Sequence[Sequence[float | Absent]]:
+    def table(self, columns: FactColumns) -> ValueTable:
         """Returns the statistic of many tensors."""
-        place = MOMENT_METRICS.index(self.metric)
-        return [row[place : place + 1] for row in moment_rows(columns)]
+        return moment_table(columns).column(MOMENT_METRICS.index(self.metric))
 
 
 @dataclass(frozen=True, slots=True)

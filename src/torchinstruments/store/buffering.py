@@ -54,12 +54,13 @@ class HistoryBuffer:
 
     def add(self, sample_id: int, sample: Sample, now_s: float) -> None:
         """Takes one delivery; one without measurements leaves nothing."""
-        if not sample.measurements:
+        count = num_rows(sample)
+        if count == 0:
             return
         if self._oldest_s is None:
             self._oldest_s = now_s
         self._deliveries.append((sample_id, sample))
-        self.num_rows += num_rows(sample)
+        self.num_rows += count
 
     def take_due(self, now_s: float) -> list[tuple[int, Sample]]:
         """Removes and returns what has to become durable now, most often nothing.
@@ -243,4 +244,7 @@ class SampleTallies:
 
 def num_rows(sample: Sample) -> int:
     """Returns how many rows of ``history`` a delivery gives."""
+    columns = sample.columns
+    if columns is not None:
+        return columns.frame.num_scalars
     return sum(map(len, map(_METRICS, sample.measurements)))

@@ -4,20 +4,19 @@ All rows of a tensor share a *description* (layer, call, signal, path, metric na
 once a measurement; everything else is a gather by NumPy.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from torchinstruments.records import Reason
+from torchinstruments.records import Description, Reason
 from torchinstruments.store.columns import integers, text_column
 from torchinstruments.store.texts import encodable_texts
 
-__all__ = ["Descriptions", "Reasons", "described", "interned"]
+__all__ = ["Descriptions", "Reasons", "interned"]
 
 _Key = TypeVar("_Key")
 _Integers = npt.NDArray[np.int64]
@@ -26,17 +25,13 @@ _Codes = npt.NDArray[np.int32]
 _SORT_FIELDS = ("layer_index", "call_index", "signal", "stage", "tensor_path", "backward_index")
 _TEXT_FIELDS = ("signal", "stage", "tensor_path", "layer", "mode", "scope", "replica_key", "execution")
 _TEXT_FIELDS += ("dtype", "device")
-_FIELDS = (*_SORT_FIELDS, *_TEXT_FIELDS[3:], "grad_enabled", "metrics")
-
-described = attrgetter(*_FIELDS)
-"""Returns the description of a measurement. Its shape is none of it: that may be another in every sample."""
 
 
 class Descriptions:
     """The distinct descriptions of a table, as arrays to gather from.
 
     Args:
-        keys: What `described` returned.
+        keys: The descriptions.
 
     Attributes:
         sort_rank: Rank by the inner order of a part without sample and metric; equal where that is.
@@ -50,9 +45,9 @@ class Descriptions:
         grad_enabled: Whether gradients were enabled, of each description.
     """
 
-    def __init__(self, keys: Sequence[tuple[Any, ...]]) -> None:
-        columns = zip(*keys, strict=True) if keys else ((),) * len(_FIELDS)
-        self._fields = dict(zip(_FIELDS, columns, strict=True))
+    def __init__(self, keys: Sequence[Description]) -> None:
+        columns = zip(*keys, strict=True) if keys else ((),) * len(Description._fields)
+        self._fields: dict[str, tuple[Any, ...]] = dict(zip(Description._fields, columns, strict=True))
         for name in _TEXT_FIELDS:
             self._fields[name] = encodable_texts(self._fields[name])
         sort_keys = list(zip(*[self._fields[name] for name in _SORT_FIELDS], strict=True))
@@ -80,30 +75,25 @@ class Descriptions:
 
 
 class Reasons:
-    """The distinct tuples of reasons of a table, as arrays to gather from.
+    """Why some values of a table are missing, as codes.
 
     Args:
-        patterns: Reasons of measurements.
+        given: Reasons by the place of the value.
+        count: How many values there are.
 
     Attributes:
         texts: Distinct reasons.
-        codes: For each tuple its reasons, as indices into `texts`.
-        lengths: How many each tuple has.
-        first: Where those of each tuple begin in `codes`.
+        codes: The reason of each value, as an index into `texts`.
         none: Index of the empty text.
         nonfinite: Index of the reason for a value that came without one.
     """
 
-    def __init__(self, patterns: Sequence[tuple[str, ...]]) -> None:
+    def __init__(self, given: Mapping[int, str], count: int) -> None:
         codes: dict[str, int] = {"": 0, Reason.NONFINITE_RESULT.value: 1}
         self.none, self.nonfinite = 0, 1
-        self.codes = integers(
-            codes.setdefault(reason, len(codes))
-            for pattern in patterns
-            for reason in encodable_texts(pattern)
-        ).astype(np.int32)
-        self.lengths = integers([len(pattern) for pattern in patterns])
-        self.first = np.cumsum(self.lengths) - self.lengths
+        texts = encodable_texts(given.values())
+        self.codes: _Codes = np.zeros(count, np.int32)
+        self.codes[[*given]] = [codes.setdefault(reason, len(codes)) for reason in texts]
         self.texts = list(codes)
 
 

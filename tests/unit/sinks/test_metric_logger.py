@@ -6,9 +6,18 @@ from dataclasses import replace
 import pytest
 
 from torchinstruments.errors import ConfigurationError
-from torchinstruments.records import SampleState, Signal
+from torchinstruments.records import KeptFrames, SampleState, Signal
 from torchinstruments.sinks.metric_logger import MetricLoggerSink
-from unit.store.material import at_step, backward, claim, forward, identity, measurement, run_record
+from unit.store.material import (
+    at_step,
+    backward,
+    claim,
+    forward,
+    identity,
+    measurement,
+    run_record,
+    with_columns,
+)
 
 
 class KeepingLogger:
@@ -42,11 +51,13 @@ def test_a_sample_is_logged_once_for_its_forward_and_once_for_its_backward() -> 
     logger = KeepingLogger()
     sink = MetricLoggerSink(logger)
     sink.initialize(run_record(), ())
-    for delivery in sample_of():
+    frames = KeptFrames()
+    for delivery in (*sample_of(), *(with_columns(one, frames) for one in sample_of())):
         sink.observe(delivery)
     sink.close()
 
-    (outputs, first_step), (gradients, second_step) = logger.logged
+    (outputs, first_step), (gradients, second_step) = logger.logged[:2]
+    assert logger.logged[2:] == logger.logged[:2]  # the same of objects and of columns
     assert outputs == {
         "torchinstruments/modules/layer99/call_0/output/zero_fraction": 0.0,
         "torchinstruments/modules/layer99/call_0/output/mean": 1.5,

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from torchinstruments.records import Sample
+from torchinstruments.records import KeptFrames, Sample
 from torchinstruments.sinks.yields import Yield
-from unit.store.material import forward, measurement
+from unit.store.material import forward, measurement, with_columns
 
 
 def without_values(*reasons: str) -> Sample:
@@ -28,6 +28,15 @@ def test_one_value_is_enough() -> None:
     assert found.emptiness()
     found.add(forward(0, measurement()))
     found.add(without_values("no_gradient"))
+    assert found.emptiness() == ""
+
+
+def test_one_value_among_columns_is_enough() -> None:
+    """The same where a delivery has columns in place of objects."""
+    found, frames = Yield(), KeptFrames()
+    found.add(with_columns(without_values("no_gradient"), frames))
+    assert found.emptiness().startswith("1 of 1 rows say 'no_gradient'")
+    found.add(with_columns(forward(0, measurement(values=(None, None, 1.0))), frames))
     assert found.emptiness() == ""
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typing_extensions import override
 
 from torchinstruments.records import Absent
-from torchinstruments.statistics.fact_columns import FactColumns, moment_rows, profile_rows
+from torchinstruments.statistics.fact_columns import FactColumns, moment_table, profile_table
 from torchinstruments.statistics.facts import (
     MOMENT_METRICS,
     PROFILE_METRICS,
@@ -61,11 +61,11 @@ def test_a_row_has_the_numbers_of_its_tensor_to_the_last_bit(
         exponent=np.array([row[2] for row in rows], dtype=np.int32),
         ordered=np.sort(np.array([row[4] for row in rows]), axis=1)[:, [0, 7, 1, 2, 3, 4, 5, 6]],
     )
-    profiles, moments = profile_rows(columns), moment_rows(columns)
+    profiles, moments = profile_table(columns), moment_table(columns)
     for row in range(len(rows)):
         facts = columns.facts(row)
-        assert bits(dict(zip(PROFILE_METRICS, profiles[row], strict=True))) == bits(named_values(facts))
-        assert bits(dict(zip(MOMENT_METRICS, moments[row], strict=True))) == bits(moment_values(facts))
+        assert bits(dict(zip(PROFILE_METRICS, profiles.row(row), strict=True))) == bits(named_values(facts))
+        assert bits(dict(zip(MOMENT_METRICS, moments.row(row), strict=True))) == bits(moment_values(facts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int32], ids=str)
@@ -105,12 +105,12 @@ def test_what_float64_cannot_hold_is_missing_alone() -> None:
         exponent=np.array([1024, 0], dtype=np.int32),
         ordered=np.tile([-1.0, 3.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0], (2, 1)),
     )
-    first, second = profile_rows(columns)
-    assert first == [0.0, Absent("overflow"), -1.0, 3.0, 0.0, 0.0, 1.0, 0.0, 0.0]
-    assert second == [0.0, 2.0, -1.0, 3.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    table = profile_table(columns)
+    assert table.row(0) == [0.0, Absent("overflow"), -1.0, 3.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    assert table.row(1) == [0.0, 2.0, -1.0, 3.0, 0.0, 0.0, 1.0, 0.0, 0.0]
 
 
-def test_a_reducer_without_rows_is_asked_for_each_tensor() -> None:
+def test_a_reducer_without_a_table_is_asked_for_each_tensor() -> None:
     """One that fails for one tensor fails for that one alone."""
 
     class Halved(FactsReducer):

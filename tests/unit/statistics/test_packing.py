@@ -157,9 +157,9 @@ def test_a_full_matrix_is_measured_at_once_and_lets_its_memory_go() -> None:
     num_rows = packing._BLOCK_ENTRIES // 1024
     places = [place_of(small, torch.full((1024,), float(number))) for number in range(3 * num_rows + 1)]
     assert len(small._open) == 1
-    assert [place._block for place in places[:num_rows]] == [places[0]._block] * num_rows
-    assert places[num_rows]._block is not places[0]._block
-    assert not hasattr(places[0]._block, "_rows")
+    assert [place.block for place in places[:num_rows]] == [places[0].block] * num_rows
+    assert places[num_rows].block is not places[0].block
+    assert not hasattr(places[0].block, "_rows")
     assert places[5].measured().facts.maximum == 5.0
     with pytest.raises(RuntimeError, match="never measured"):
         places[-1].measured()
@@ -172,7 +172,7 @@ def test_a_matrix_that_cannot_be_measured_is_named_by_all_of_its_tensors_and_cos
     """What was raised is raised once for all, and stands where each result would be."""
     small = SmallTensors()
     broken, other = place_of(small, torch.ones(20)), place_of(small, torch.ones(100))
-    broken._block._sizes.append(10**6)
+    broken.block._sizes.append(10**6)
     with pytest.raises(ExceptionGroup, match="small tensors could not be measured"):
         small.measure()
     with pytest.raises(RuntimeError, match="IndexError"):

@@ -17,6 +17,7 @@ from torchinstruments.records import (
     GenerationRecord,
     GradSync,
     Identity,
+    KeptFrames,
     Measurement,
     Member,
     ModuleRecord,
@@ -29,6 +30,7 @@ from torchinstruments.records import (
     Scope,
     Signal,
     StepProvenance,
+    as_columns,
 )
 from torchinstruments.store.columns import Columns, SampleRow
 from torchinstruments.store.manifest import TableState
@@ -135,6 +137,13 @@ def backward(ordinal: int, *measurements: Measurement, index: int = 0, settled: 
         settled=settled,
         measurements=measurements,
     )
+
+
+def with_columns(sample: Sample, frames: KeptFrames) -> Sample:
+    """Returns the same delivery with its measurements as columns."""
+    again = replace(sample)
+    again.take_columns(as_columns(sample.measurements, frames))
+    return again
 
 
 def sample_row(sample_id: int, *, rows: int = 18) -> SampleRow:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchinstruments.records import Measurement, Sample, Signal
+from torchinstruments.records import KeptFrames, Measurement, Sample, Signal
 from torchinstruments.store import schema
 from torchinstruments.store.columns import Origin
 from torchinstruments.store.history_columns import HistoryColumns, history_columns
-from unit.store.material import METRICS, START_US, backward, forward, measurement, rows_of
+from unit.store.material import METRICS, START_US, backward, forward, measurement, rows_of, with_columns
 
 ORIGIN = Origin(3, 7, "1a2b3c4d")
 
@@ -170,11 +170,14 @@ _parts = st.lists(st.tuples(st.integers(0, 3), st.lists(measurements, max_size=6
 @settings(deadline=None)
 @given(st.lists(_parts, min_size=1, max_size=3))
 def test_history_equals_rows_made_one_by_one_and_sorted(parts: list[list[tuple[int, Sample]]]) -> None:
-    """Whatever was measured before, the columns hold the same rows as a plain loop, in the declared order."""
-    made = HistoryColumns(ORIGIN)
+    """Whatever was measured before, as objects or as columns, there are the rows of a plain loop."""
+    made, frames = HistoryColumns(ORIGIN), KeptFrames()
 
     for part in (*parts, *map(_later, parts), *parts):
-        assert with_integer_times(rows_of(made.make(part))) == reference(part)
+        found = with_integer_times(rows_of(made.make(part)))
+        assert found == reference(part)
+        as_columns = [(sample_id, with_columns(sample, frames)) for sample_id, sample in part]
+        assert with_integer_times(rows_of(made.make(as_columns))) == found
 
 
 def test_what_parts_have_in_common_is_bounded() -> None:
@@ -182,11 +185,11 @@ def test_what_parts_have_in_common_is_bounded() -> None:
     made = HistoryColumns(ORIGIN)
     for layer in range(10):
         made.make([(0, forward(0, measurement(layer)))])
-    assert len(made._frames) == 4
+    assert len(made._layouts) == 4
 
     names = tuple(f"m{index}" for index in range(73_000))
     made.make([(0, forward(0, measurement(metrics=names, values=(1.0,) * len(names))))])
-    assert len(made._frames) == 0
+    assert len(made._layouts) == 0
 
 
 def test_history_of_nothing_has_no_rows_and_no_row_group() -> None:
