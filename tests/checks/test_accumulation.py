@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from checks.training import batch, mlp
+from checks.training import batch, mlp, train
+from torchinstruments.checks import ChecksSession
 from torchinstruments.checks.accumulation import AccumulationSite
 from torchinstruments.checks.inventory import Inventory
 
@@ -126,3 +127,44 @@ def test_a_site_that_is_detached_keeps_no_parameter() -> None:
     del model
     gc.collect()
     assert [one() for one in parameters] == [None] * 4
+
+
+class _Trainer:
+    """Holds a model and its session, and is held by a hook of a parameter."""
+
+    def __init__(self) -> None:
+        self.model = mlp()
+        self.session = ChecksSession(self.model).attach()
+        self.model[0].weight.register_hook(self._look)
+        self.model(batch()).sum().backward()
+
+    def _look(self, _gradient: torch.Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_session_that_is_dropped_with_its_parameters_is_collected(*, raises: bool) -> None:
+    """Also where a parameter leads to it, and where the last backward raised."""
+    trainer = _Trainer()
+    if raises:
+
+        def fail(_gradient: torch.Tensor) -> None:
+            raise OSError("mine")
+
+        handle = trainer.model[0].weight.register_hook(fail)
+        with pytest.raises(OSError, match="mine"):
+            trainer.model(batch()).sum().backward()
+        handle.remove()
+    session = weakref.ref(trainer.session)
+    del trainer
+    gc.collect()
+    assert session() is None
+
+
+def test_parameters_can_be_swapped_after_a_detach() -> None:
+    """Torch refuses to swap a tensor to which there is a weak reference."""
+    model = mlp()
+    with ChecksSession(model) as session:
+        train(model)
+    torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.zeros(4, 4)))
+    assert session.final_report is not None

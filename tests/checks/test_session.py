@@ -365,3 +365,24 @@ def test_what_is_no_optimizer_is_named_in_one_line():
     ):
         ChecksSession(model, {SGD(model.parameters())})
     assert "\n" not in str(raised.value)
+
+
+def test_a_step_of_other_parameters_behind_one_that_raised_is_none_of_the_models() -> None:
+    """The optimizer is the same, and the clock has not heard yet that its last step is over."""
+    model, other = mlp(), mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def fail() -> float:
+        raise OSError("mine")
+
+    session = ChecksSession(model)
+    session.register_nonfinite_grad_check()
+    with session:
+        train(model, optimizer, steps=1)
+        model(batch()).sum().backward()
+        with pytest.raises(OSError, match="mine"):
+            optimizer.step(fail)
+        optimizer.param_groups[0]["params"] = list(other.parameters())
+        other(batch()).sum().backward()
+        optimizer.step()
+        assert session.report().counters["accepted_steps"] == 1

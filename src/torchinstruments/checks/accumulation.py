@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import is_
 from types import FrameType
 from typing import Protocol
 
@@ -51,16 +50,16 @@ class _Latest:
     """The backward that reached a parameter last.
 
     Attributes:
-        backward: The engine's number of it, and what it has reached; replaced as a whole.
+        backward: The engine's number of it, and the ids of what it has reached; replaced as a whole.
     """
 
     __slots__ = ("backward",)
 
     def __init__(self) -> None:
-        self.backward: tuple[int, list[torch.Tensor]] = _NO_BACKWARD
+        self.backward: tuple[int, list[int]] = _NO_BACKWARD
 
 
-_NO_BACKWARD: tuple[int, list[torch.Tensor]] = (-2, [])
+_NO_BACKWARD: tuple[int, list[int]] = (-2, [])
 
 
 def fire_hook(site: "AccumulationSite", latest: _Latest) -> Callable[[torch.Tensor], None]:
@@ -82,7 +81,7 @@ def fire_hook(site: "AccumulationSite", latest: _Latest) -> Callable[[torch.Tens
                 return
             task, fired = latest.backward
             if graph_task() == task:
-                fired.append(parameter)
+                fired.append(id(parameter))
                 return
             known = held()
             if known is not None and not runs_for_a_compiler():
@@ -147,13 +146,16 @@ class AccumulationSite:
         self._listener = weakref.ref(listener)
         self._num_forwards = num_forwards
         self._on_error = on_error
-        self.running: dict[int, list[torch.Tensor]] = {}
-        """What the backwards that run have reached, by the engine's number; also of those that raised."""
+        self.running: dict[int, list[int]] = {}
+        """Ids of what the backwards that run have reached, by the engine's number; also of those that raised.
+
+        The parameters themselves would be kept alive, and with them whatever their hooks hold.
+        """
         self._latest = _Latest()
         self.hook = fire_hook(self, self._latest)
         """Of each parameter."""
         self._positions: dict[int, int] = {}
-        self._usual: tuple[list[torch.Tensor], list[int]] = ([], [])
+        self._usual: tuple[list[int], list[int]] = ([], [])
         self._last_nested: int | None = None
         self._is_over = False
         self._placed: list[tuple[weakref.ref[torch.Tensor], Callable[[torch.Tensor], None]]] = []
@@ -215,7 +217,7 @@ class AccumulationSite:
         if fired is None:
             fired = self._begin(task)
         self._latest.backward = task, fired
-        fired.append(parameter)
+        fired.append(id(parameter))
 
     def look_early(self, index: int) -> None:
         """Has a gradient looked at in its hook; it never raises (autograd thread, hot path)."""
@@ -237,10 +239,10 @@ class AccumulationSite:
         self.running.clear()
         self._latest.backward = _NO_BACKWARD
 
-    def _begin(self, task: int) -> list[torch.Tensor]:
+    def _begin(self, task: int) -> list[int]:
         if len(self.running) >= _MAX_OPEN:
             self._forget()
-        fired: list[torch.Tensor] = []
+        fired: list[int] = []
         self.running[task] = fired
         try:
             call_at_end_of_backward(partial(self._ended, task))
@@ -272,8 +274,9 @@ class AccumulationSite:
         try:
             # Most backwards reach the same parameters in the same order.
             usual, positions = self._usual
-            if len(fired) != len(usual) or not all(map(is_, fired, usual)):
-                positions = [self._positions[id(parameter)] for parameter in fired]
+            if fired != usual:
+                known = self._positions
+                positions = [known[key] for key in fired if key in known]
                 self._usual = fired, positions
             listener.backward_ended(positions)
         except Exception as error:  # noqa: BLE001 - nothing may leave a callback

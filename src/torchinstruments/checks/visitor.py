@@ -74,8 +74,7 @@ class SiteVisitor:
         """Steps that were applied, as far as the host knew at once."""
         self.reached: set[int] = set()
         """Positions of the parameters to which a gradient has come."""
-        self._latest_fired: Sequence[int] = ()
-        self._latest_own: Sequence[int] = ()
+        self._latest: tuple[Sequence[int], Sequence[int]] = ((), ())
         self.seconds: dict[str, float] = defaultdict(float)
         self.num_visits: Counter[str] = Counter()
         self.reading = Reading()
@@ -164,12 +163,13 @@ class SiteVisitor:
         if looks is None:
             return
         # Most backwards reach the same parameters in the same order.
-        if fired is not self._latest_fired:
+        latest, own = self._latest
+        if fired is not latest:
             self.reached.update(fired)
             awaited = self._awaited
-            self._latest_own = fired if awaited is None else [index for index in fired if index in awaited]
-            self._latest_fired = fired
-        own = self._latest_own
+            own = fired if awaited is None else [index for index in fired if index in awaited]
+            # Replaced as a whole, since backwards of two threads may end at once.
+            self._latest = fired, own
         looks.attempts.backward_ended()
         if not self.enabled:
             return
@@ -206,7 +206,13 @@ class SiteVisitor:
             return False
         attempts = self._looks.attempts
         running, known = attempts.clock.running_key, attempts.optimizers.latest
-        is_latest = known is not None and known.key == running and known.reference() is optimizer
+        is_latest = (
+            known is not None
+            and known.key == running
+            and known.reference() is optimizer
+            # The one before may have raised, and this one steps other parameters by now.
+            and known.belongs
+        )
         if is_latest and known is self._own:
             # The step that the clock has just been told of, of the optimizer that was asked for last.
             return True
@@ -303,6 +309,8 @@ class SiteVisitor:
         self._waiting.clear()
         self._look, self._is_unlooked = None, False
         self._early.clear()
+        # It has a weak reference to a parameter, which torch then exchanges for no other.
+        self._own = None
         if self._looks is not None:
             self._looks.forget()
         self._looks = None
