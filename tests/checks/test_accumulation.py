@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from checks.training import batch, mlp, train
 from torchinstruments.checks import ChecksSession
