@@ -171,6 +171,8 @@ class Fingerprinter:
                 self._faults.report(_PROBE, "", error)
             found.digests = [None] * len(found.rows)
             for device, (places, tensors) in found.of_devices.items():
+                if not places:
+                    continue
                 try:
                     self._digest(device, places, tensors, found)
                 except Exception as error:  # noqa: BLE001 - whatever a device did; the rows say so when read

@@ -26,7 +26,7 @@ class NamedTensors(NamedTuple):
 
     Attributes:
         named: In the order of the model each tensor's name and kind, and its place among the tensors.
-        tensors: As often as each is registered, and None for a name without one.
+        tensors: Perhaps as often as each is registered, with None for a name without one.
         modules: Each once.
     """
 
@@ -55,11 +55,18 @@ class TensorNames:
         """
         modules, tensors, form = _read(root)
         kept = self._kept
-        if kept is None or kept[0] != form:
-            places = {id(tensor): place for place, tensor in enumerate(tensors)}
-            named = [(name, kind, places[id(tensor)]) for name, kind, tensor in named_tensors(root)]
-            self._kept = kept = (form, named)
-        return NamedTensors(kept[1], tensors, modules)
+        if kept is not None and kept[0] == form:
+            return NamedTensors(kept[1], tensors, modules)
+        found = list(named_tensors(root))
+        places = {id(tensor): place for place, tensor in enumerate(tensors)}
+        # Where another thread changes the model meanwhile, these are not the names that go with the form.
+        if all(id(tensor) in places for _, _, tensor in found) and _read(root)[2] == form:
+            self._kept = (form, [(name, kind, places[id(tensor)]) for name, kind, tensor in found])
+        return NamedTensors(
+            [(name, kind, place) for place, (name, kind, _) in enumerate(found)],
+            [tensor for _, _, tensor in found],
+            modules,
+        )
 
 
 def _read(root: nn.Module) -> tuple[list[nn.Module], list[torch.Tensor | None], _Form]:
@@ -76,17 +83,18 @@ def _read(root: nn.Module) -> tuple[list[nn.Module], list[torch.Tensor | None], 
         parameters, buffers, children = module._parameters, module._buffers, module._modules  # noqa: SLF001
         wrapped = None
         if parameters:
-            names += parameters
+            # Without `keys` a script module's would be indexed by numbers.
+            names += parameters.keys()
             tensors += parameters.values()
         if buffers:
-            names += buffers
+            names += buffers.keys()
             tensors += buffers.values()
         if children:
             kind = type(module)
             if kind not in wrapped_by:
                 wrapped_by[kind] = child_of_kind(kind)
             wrapped = wrapped_by[kind]
-            names += children
+            names += children.keys()
             for child in children.values():
                 key = id(child)
                 ids_of_children.append(key)

@@ -34,6 +34,7 @@ from torchinstruments.statistics.digest_sums import (
     weights,
 )
 from torchinstruments.statistics.host_memory import as_bytes, as_words
+from torchinstruments.statistics.isolation import functions_off, isolated
 from torchinstruments.statistics.measuring import MAX_SCRATCH_BYTES
 
 __all__ = ["Digester", "unsigned"]
@@ -65,7 +66,9 @@ class Digester:
 
     def __init__(self, max_scratch_bytes: int = MAX_SCRATCH_BYTES) -> None:
         self._piece_bytes = max(1, max_scratch_bytes // (_COPIES_EACH * BLOCK_BYTES)) * BLOCK_BYTES
-        self._first_multiplier = unsigned(int(multipliers(0, 1, _HOST)[0]))
+        # The program may make its observer inside a mode of its own, of fake tensors for one.
+        with functions_off(), isolated("cpu"):
+            self._first_multiplier = unsigned(int(multipliers(0, 1, _HOST)[0]))
         self._host_multipliers: Words | None = None
         # With memory that no thread works with at the moment.
         self._spare_sums: list[HostSums] = []
@@ -147,7 +150,8 @@ class Digester:
             try:
                 digests[place] = self._on_host(tensors[place], sums)
             except Exception as error:  # noqa: BLE001 - one tensor's failure is its own
-                failures.append((place, error))
+                # Without its traceback, whose frames hold the tensors and, by this list, itself.
+                failures.append((place, error.with_traceback(None)))
         self._spare_sums.append(sums)
         return digests, failures
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from torchinstruments.config import ErrorPolicy
 from torchinstruments.observe import fingerprints
@@ -225,6 +226,22 @@ def test_unusual_tensors_have_fingerprints():
     expected = {name: Digester().on_host(tensor) for name, tensor in tensors.items()}
     assert {row.tensor: row.digest for row in rows} == expected
     assert {row.tensor: (row.shape, row.dtype) for row in rows}["transposed"] == ((4, 3), "float32")
+
+
+def test_scripted_modules_have_fingerprints():
+    """Their parameters, buffers and children are in no dictionaries of Python's."""
+    part = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    expected = take(nn.Sequential(nn.ReLU(), part))
+    assert len(expected[0]) == 7
+    assert take(nn.Sequential(nn.ReLU(), torch.jit.script(part))) == expected
+
+
+def test_a_mode_in_which_the_observer_is_made_has_no_part_in_it():
+    """One of fake tensors would have no number to give."""
+    model = nn.Linear(3, 2)
+    expected = take(model)
+    with FakeTensorMode():
+        assert take(model) == expected
 
 
 def test_a_tensor_that_fails_costs_its_own_row_alone(monkeypatch: pytest.MonkeyPatch):

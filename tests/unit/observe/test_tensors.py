@@ -1,11 +1,14 @@
 """Names of parameters and buffers, with and without wrappers around modules."""
 
 import weakref
+from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from torchinstruments.observe import tensors
 from torchinstruments.observe.tensors import BUFFER, PARAMETER, TensorNames, named_tensors
 
 
@@ -94,8 +97,8 @@ def test_kept_names_are_those_of_the_model_as_it_is_now() -> None:
         change()
         expected = [(name, kind, id(tensor)) for name, kind, tensor in named_tensors(model)]
         for _ in range(2):
-            named, tensors, modules = kept.of(model)
-            assert [(name, kind, id(tensors[place])) for name, kind, place in named] == expected
+            named, found, modules = kept.of(model)
+            assert [(name, kind, id(found[place])) for name, kind, place in named] == expected
             assert {*map(id, modules)} == {*map(id, model.modules())}
             assert len(modules) == len(list(model.modules()))
 
@@ -107,3 +110,23 @@ def test_names_keep_no_module_and_no_tensor() -> None:
     module, weight = weakref.ref(model[0]), weakref.ref(model[0].weight)
     model[0] = nn.Linear(2, 2)
     assert module() is weight() is None
+
+
+def test_names_that_were_made_while_the_model_changed_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread exchanges tensors meanwhile, and brings them back afterwards."""
+    model, kept = nn.Bilinear(1, 1, 1), TensorNames()
+
+    def exchange() -> None:
+        own = model._parameters
+        own["weight"], own["bias"] = own["bias"], own["weight"]
+
+    def exchanged_before(root: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+        exchange()
+        yield from named_tensors(root)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tensors, "named_tensors", exchanged_before)
+        kept.of(model)
+    exchange()
+    named, found, _ = kept.of(model)
+    assert {name: found[place] for name, _, place in named} == dict(model.named_parameters())

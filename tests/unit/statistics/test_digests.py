@@ -1,7 +1,9 @@
 """Digests of bytes: what they tell apart, and that nothing but the bytes decides them."""
 
+import gc
 import itertools
 import struct
+import weakref
 
 import numpy as np
 import pytest
@@ -336,6 +338,20 @@ def test_a_tensor_that_fails_among_others_fails_alone() -> None:
     found, failures = digester.several_on_host(tensors)
     assert [(place, type(error)) for place, error in failures] == [(1, ValueError)]
     assert found == [digester.on_host(tensors[0]), None, 0]
+
+
+def test_a_failure_keeps_no_tensor_alive() -> None:
+    """The frames in which it was raised are not held, in a cycle for one."""
+    tensors = [torch.ones(3), torch.ones(3, device="meta")]
+    alive = weakref.ref(tensors[0])
+    gc.disable()
+    try:
+        _, failures = Digester().several_on_host(tensors)
+        del tensors
+        assert len(failures) == 1
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_the_number_of_threads_has_no_part_in_it() -> None:
