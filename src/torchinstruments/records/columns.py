@@ -166,6 +166,8 @@ class KeptFrames:
 class MeasurementColumns:
     """The measurements of a delivery.
 
+    All sinks get the same arrays, so they are made read-only.
+
     Attributes:
         frame: What they are of.
         shapes: The shape of each tensor.
@@ -179,6 +181,11 @@ class MeasurementColumns:
     timestamp_us: npt.NDArray[np.int64]
     values: npt.NDArray[np.float64]
     reasons: Mapping[int, str]
+
+    def __post_init__(self) -> None:
+        """Keeps a sink from changing what the others and the folder get."""
+        self.timestamp_us.flags.writeable = False
+        self.values.flags.writeable = False
 
     def measurements(self) -> tuple[Measurement, ...]:
         """Returns an object for each tensor (writer thread)."""

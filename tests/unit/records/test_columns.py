@@ -77,3 +77,11 @@ def test_numbers_are_arrays() -> None:
     """No object stands for a number."""
     columns = as_columns(MEASURED, KeptFrames())
     assert (columns.values.dtype, columns.timestamp_us.dtype) == (np.float64, np.int64)
+
+
+def test_no_sink_can_change_what_the_others_get() -> None:
+    """The arrays are the same ones for all, the folder among them, which stores them later."""
+    columns = as_columns(MEASURED, KeptFrames())
+    for numbers in (columns.values, columns.timestamp_us):
+        with pytest.raises(ValueError, match="read-only"):
+            numbers[0] = 1
