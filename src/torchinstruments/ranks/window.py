@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
-from torchinstruments.ranks.bare_objects import new_object, new_tuple
+from torchinstruments.ranks.bare_objects import filled_for, new_object
 from torchinstruments.records import (
     Amendment,
     AttemptRecord,
@@ -37,6 +37,7 @@ __all__ = [
 
 # To look a member of an enumeration up takes as long as to call a function.
 _NOT_KNOWN = GradSync.UNKNOWN
+_FilledPosition = filled_for(Position)
 
 MAX_SPANS = 4_096
 """Spans whose moments a window keeps; one with more has the host's times."""
@@ -219,7 +220,15 @@ class Window:
             micro_batch = self.micro_batches
             self.micro_batches += 1
             self.last_sync = _NOT_KNOWN
-        return new_tuple(Position, (self.attempt, ordinal, micro_batch, index, grad_enabled, provenance))
+        position = new_object(_FilledPosition)
+        position.attempt = self.attempt
+        position.forward_in_attempt = ordinal
+        position.micro_batch = micro_batch
+        position.forward_index = index
+        position.grad_enabled = grad_enabled
+        position.step_provenance = provenance
+        position.__class__ = Position
+        return position
 
     def synchronised(self, grad_sync: GradSync, micro_batch: int, before: GradSync | None = None) -> None:
         """Takes what becomes of a micro-batch's gradients (training or autograd thread, hot path).

@@ -1,7 +1,7 @@
 """What one sampled forward, or one backward of it, gave."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torchinstruments.records.codes import GradSync, SampleState, ScaleProvenance, Signal, StepProvenance
 from torchinstruments.records.columns import Measurement, MeasurementColumns
@@ -41,7 +41,8 @@ class ModuleRecord:
     fired: int = 0
 
 
-class Position(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Position:
     """Where a root forward stands among the steps of its process.
 
     Attributes:

@@ -1,10 +1,20 @@
 """What one attempt keeps, and the records it ends as."""
 
+import pickle
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from torchinstruments.ranks.phases import PhaseTimer
 from torchinstruments.ranks.window import MAX_SPANS, Judgement, Spans, Step, Window, keep_span
-from torchinstruments.records import Amendment, AttemptRecord, Evidence, GradSync, Outcome, StepProvenance
+from torchinstruments.records import (
+    Amendment,
+    AttemptRecord,
+    Evidence,
+    GradSync,
+    Outcome,
+    Position,
+    StepProvenance,
+)
 
 APPLIED = Judgement(Outcome.APPLIED, Evidence.OPTIMIZER_HOOK)
 
@@ -32,6 +42,16 @@ def test_only_the_last_micro_batch_says_how_the_window_ended():
     window.synchronised(GradSync.SYNCED, 1)
     window.synchronised(GradSync.LOCAL, 0)
     assert (window.micro_batches_synced, window.last_sync) == (1, GradSync.SYNCED)
+
+
+def test_a_place_is_a_position_like_any_other():
+    """It compares, hashes, copies and tells its fields by their names, however it was made."""
+    placed = Window(4, 7, 99, None).place(7, grad_enabled=True, provenance=StepProvenance.INFERRED)
+    position = Position(4, 0, 0, 7, grad_enabled=True, step_provenance=StepProvenance.INFERRED)
+    assert type(placed) is Position
+    assert placed == position == pickle.loads(pickle.dumps(placed))
+    assert hash(placed) == hash(position)
+    assert asdict(placed)["forward_index"] == 7
 
 
 def test_a_window_has_a_record_a_step_once():
