@@ -8,7 +8,7 @@ equal columns, checksums of pages included: they are compared, which takes a fra
 import itertools
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -89,7 +89,11 @@ class KnownColumns:
         self._numbers = itertools.count()
 
     def read(
-        self, file: pq.ParquetFile, data: bytes, group: int, check: Callable[[pa.RecordBatch], None]
+        self,
+        file: pq.ParquetFile,
+        data: bytes,
+        group: int,
+        check: Callable[[pa.RecordBatch, pa.RecordBatch], None],
     ) -> DecodedRows:
         """Returns the rows of a row group.
 
@@ -97,27 +101,29 @@ class KnownColumns:
             file: The part, whose footer was inspected.
             data: All its bytes.
             group: Number of the row group.
-            check: Called with columns that were decoded, before they count as known; it raises for bad ones.
+            check: Called with the rows and with those of their columns that were decoded, before these count
+                as known; it raises for bad ones.
 
         Raises:
             Exception: Whatever a decoder trips over.
         """
         metadata = file.metadata
+        self._require_codecs(file, group)
         own, schema = metadata.row_group(group), self._schema_number(metadata.schema)
         chunks = {name: _chunk(schema, place, own, data) for name, place in self._places}
-        numbers: dict[str, int] = {}
-        columns: dict[str, pa.Array] = {}
-        for name, found in self._find(chunks):
-            numbers[name], columns[name] = found
-        lacking = [name for name in self.names if name not in columns]
-        # One thread: the merge is parallel over ranks, and a worker's memory stays that of one batch.
-        (decoded,) = file.iter_batches(max(own.num_rows, 1), [group], lacking, use_threads=False)
-        check(decoded)
-        for name in lacking:
-            columns[name] = decoded.column(name)
+        found = self._find(chunks)
+        decoded = self._lacking(file, group, found)
+        columns = {name: column for name, (_, column) in found.items()}
+        names = decoded.schema.names
+        columns |= dict(zip(names, decoded.columns, strict=True))
+        batch = pa.RecordBatch.from_arrays([columns[name] for name in self.names], self.names)
+        check(batch, decoded)
+        if batch.num_rows != own.num_rows:
+            return DecodedRows(batch)
+        numbers = {name: number for name, (number, _) in found.items() if name not in names}
+        for name in names:
             if (chunk := chunks.get(name)) is not None:
                 numbers[name] = self._keep(chunk, columns[name])
-        batch = pa.RecordBatch.from_arrays([columns[name] for name in self.names], self.names)
         return DecodedRows(batch, self, numbers)
 
     def made(
@@ -145,6 +151,24 @@ class KnownColumns:
             self._made.clear()
             self._schemas.clear()
 
+    def _require_codecs(self, file: pq.ParquetFile, group: int) -> None:
+        """Raises for a codec that does not exist: a look at it in the footer would end the process."""
+        indices = [self.declared.get_field_index(name) for name in self.names]
+        # Opens the columns, as before any row of them is decoded, and decodes none.
+        list(file.reader.iter_batches(0, row_groups=[group], column_indices=indices, use_threads=False))
+
+    def _lacking(self, file: pq.ParquetFile, group: int, found: Container[str]) -> pa.RecordBatch:
+        """Decodes the columns that were not found; where something is wrong, all, so that all tell of it."""
+        lacking = [name for name in self.names if name not in found]
+        if len(lacking) < len(self.names):
+            try:
+                decoded = _decoded(file, group, lacking)
+            except (pa.ArrowException, OSError, ValueError):
+                return _decoded(file, group, self.names)
+            if decoded.num_rows == file.metadata.row_group(group).num_rows:
+                return decoded
+        return _decoded(file, group, self.names)
+
     def _schema_number(self, schema: pq.ParquetSchema) -> int:
         with self._lock:
             for number, one in self._schemas:
@@ -154,14 +178,14 @@ class KnownColumns:
             self._schemas.append((number, schema))
             return number
 
-    def _find(self, chunks: Mapping[str, _Chunk | None]) -> list[tuple[str, tuple[int, pa.Array]]]:
-        found: list[tuple[str, tuple[int, pa.Array]]] = []
+    def _find(self, chunks: Mapping[str, _Chunk | None]) -> dict[str, tuple[int, pa.Array]]:
+        found: dict[str, tuple[int, pa.Array]] = {}
         with self._lock:
             for name, chunk in chunks.items():
                 held = None if chunk is None else self._known.get(chunk)
                 if chunk is not None and held is not None:
                     self._known.move_to_end(chunk)
-                    found.append((name, held))
+                    found[name] = held
         return found
 
     def _keep(self, chunk: _Chunk, column: pa.Array) -> int:
@@ -177,6 +201,18 @@ class KnownColumns:
                 oldest, (_, left) = self._known.popitem(last=False)
                 self._known_bytes -= _size_bytes(left, oldest)
             return number
+
+
+def _decoded(file: pq.ParquetFile, group: int, names: Sequence[str]) -> pa.RecordBatch:
+    """Returns some columns of a row group; no rows where one of them ends before its first."""
+    rows = file.metadata.row_group(group).num_rows
+    # One thread: the merge is parallel over ranks, and a worker's memory stays that of one batch.
+    batches = list(file.iter_batches(max(rows, 1), [group], list(names), use_threads=False))
+    if not batches:
+        schema = file.schema_arrow
+        return pa.RecordBatch.from_pylist([], pa.schema([schema.field(name) for name in names]))
+    (batch,) = batches
+    return batch
 
 
 def _chunk(schema: int, place: int, group: pq.RowGroupMetaData, data: bytes) -> _Chunk | None:

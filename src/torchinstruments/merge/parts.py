@@ -186,20 +186,22 @@ def known_batches(part: OpenPart, known: KnownColumns) -> Iterator[DecodedRows]:
     """
     file, metadata = part.file, part.file.metadata
 
-    def check(rows: pa.RecordBatch) -> None:
-        check_rows(rows, known.declared)
-
     if part.data is None:
         for batch in batches(file, known.names):
             yield DecodedRows(batch)
         return
     claims = Claims(metadata, range(metadata.num_row_groups), known.names)
+
+    def check(rows: pa.RecordBatch, decoded: pa.RecordBatch) -> None:
+        claims.check(rows)
+        check_rows(decoded, known.declared)
+
     seen = 0
     for group in range(metadata.num_row_groups):
         rows = known.read(file, part.data, group, check)
-        claims.check(rows.batch)
         seen += rows.batch.num_rows
-        yield rows
+        if rows.batch.num_rows:
+            yield rows
     check_num_rows(seen, metadata.num_rows)
 
 
@@ -294,7 +296,11 @@ def reread_groups(
                 _check_texts(batch)
                 yield DecodedRows(batch)
                 continue
-            yield known.read(opened_part.file, opened_part.data, group, _check_texts)
+            rows = known.read(
+                opened_part.file, opened_part.data, group, lambda _, decoded: _check_texts(decoded)
+            )
+            check_num_rows(rows.batch.num_rows, opened_part.file.metadata.row_group(group).num_rows)
+            yield rows
 
 
 def _check_texts(batch: pa.RecordBatch) -> None:

@@ -24,9 +24,9 @@ class Reader:
         self.decoded: list[str] = []
         self.refuses = ""
 
-    def check(self, rows: pa.RecordBatch) -> None:
-        """Takes note; raises where a column that is refused is among them."""
-        self.decoded = rows.schema.names
+    def check(self, _: pa.RecordBatch, decoded: pa.RecordBatch) -> None:
+        """Takes note; raises where a column that is refused is among those that were decoded."""
+        self.decoded = decoded.schema.names
         if self.refuses in self.decoded:
             raise ValueError(self.refuses)
 
@@ -118,6 +118,50 @@ def test_damage_shows_in_known_columns_too() -> None:
         pytest.raises(OSError, match=r"(?i)crc|checksum"),
     ):
         reader.known.read(file, bytes(damaged), 0, reader.check)
+
+
+def with_codec(data: bytes, name: str, codec: int) -> bytes:
+    """Returns a part whose footer names another codec, which stands behind the path, for a column."""
+    path = b"\x19\x18" + bytes([len(name)]) + name.encode() + b"\x15"
+    place = data.index(path, data.rindex(b"PAR1", 0, -4)) + len(path)
+    return data[:place] + bytes([codec * 2]) + data[place + 1 :]
+
+
+def test_a_codec_that_does_not_exist_is_an_error() -> None:
+    """A footer with a codec that nobody knows raises as it does for the decoder; the process lives on."""
+    reader = Reader()
+    reader.read(part())
+    with pytest.raises(OSError, match="Unsupported compression codec value: 32"):
+        reader.read(with_codec(part(), "sample_id", 32))
+
+
+@pytest.mark.parametrize("name", ["started_at", "sample_id"])
+def test_what_is_damaged_is_told_as_of_a_part_of_which_nothing_is_known(name: str) -> None:
+    """A column that its footer cuts off leaves no row, and no trace, whatever else is known."""
+    reader = Reader()
+    data = part()
+    reader.read(data)
+    place = SAMPLES.get_field_index(name)
+    cut = without_bytes(data, name, pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0).column(place))
+    assert reader.read(cut).batch.num_rows == Reader().read(cut).batch.num_rows == 0
+    assert reader.read(data).batch.to_pylist() == whole(data)
+
+
+def without_bytes(data: bytes, name: str, column: pq.ColumnChunkMetaData) -> bytes:
+    """Returns a part whose footer says of a column that it takes no bytes."""
+    size = varint(column.total_compressed_size)
+    path = b"\x19\x18" + bytes([len(name)]) + name.encode() + b"\x15"
+    place = data.index(b"\x16" + size, data.index(path, data.rindex(b"PAR1", 0, -4)) + len(path) + 4)
+    found = bytes([0x80] * (len(size) - 1)) + b"\x00"
+    return data[: place + 1] + found + data[place + 1 + len(size) :]
+
+
+def varint(number: int) -> bytes:
+    """Returns a number as the footer has it."""
+    rest, found = 2 * number, b""
+    while rest >= 128:
+        rest, found = rest >> 7, found + bytes([rest & 127 | 128])
+    return found + bytes([rest])
 
 
 def test_offsets_beyond_the_file_are_left_to_the_decoder() -> None:
