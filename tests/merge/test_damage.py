@@ -14,8 +14,11 @@ from merge.run_folder import RunFolder, process_of, whole_run
 from torchinstruments.cli.main import main
 from torchinstruments.errors import RunFormatError
 from torchinstruments.merge.engine import merge_run
+from torchinstruments.merge.known_columns import KnownColumns
+from torchinstruments.merge.parts import OpenPart, _open_fetched, known_batches
 from torchinstruments.store import schema
-from torchinstruments.store.documents import MAX_DOCUMENT_BYTES
+from torchinstruments.store.documents import MAX_DOCUMENT_BYTES, UnusableFileError
+from torchinstruments.store.inspection import Expected
 from torchinstruments.store.local import LocalStorage
 from torchinstruments.store.manifest import TableState
 
@@ -188,6 +191,26 @@ def test_a_part_with_a_row_group_beyond_the_bound(tmp_path: Path) -> None:
     assert [found.partition(", ")[0] for _, found in set_aside(run)] == [
         "too_large: row group 0 has 45000 rows"
     ]
+
+
+def test_no_flipped_bit_of_a_footer_ends_the_process(tmp_path: Path) -> None:
+    """Every column is opened, which may raise, before the footer is asked about it, which may not."""
+    run = whole_run(tmp_path / "run")
+    data = second_part(run, "history").read_bytes()
+    expected = Expected("history", run.run_id)
+    known = KnownColumns("history", schema.HISTORY.names)
+    begin = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    reasons: set[str] = set()
+    for bit in range(8 * begin, 8 * len(data), 23):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        try:
+            with _open_fetched(bytes(damaged), expected) as file:
+                for rows in known_batches(OpenPart(file, bytes(damaged)), known):
+                    assert rows.batch.num_rows == file.metadata.num_rows
+        except (UnusableFileError, pa.ArrowException, OSError) as error:
+            reasons.add(str(error))
+    assert any("histogram size mismatch" in reason for reason in reasons)
 
 
 @pytest.mark.parametrize("table", ROWS)

@@ -127,7 +127,7 @@ FILES: Mapping[str, tuple[Callable[[Path], object], str]] = {
     ),
     "nested 100,000 levels deep": (lambda part: part.write_bytes(nested_footer(100_000)), "not_parquet"),
     "untrue sample ids": (untrue_sample_ids, "schema_mismatch: sample_id of row group 0 is not what"),
-    "untrue sizes": (untrue_sizes, "schema_mismatch: row group 0 has impossible sizes"),
+    "untrue sizes": (untrue_sizes, "unreadable: Invalid column metadata"),
     "rows of many processes": (many_processes, "misplaced: its rows are of more than 100"),
     "rows of many generations": (many_generations, "misplaced: its rows are of more than 100"),
     "a list where text is due": (text_in_lists, "schema_mismatch: layer list"),

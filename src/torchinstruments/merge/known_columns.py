@@ -108,7 +108,6 @@ class KnownColumns:
             Exception: Whatever a decoder trips over.
         """
         metadata = file.metadata
-        self._require_codecs(file, group)
         own, schema = metadata.row_group(group), self._schema_number(metadata.schema)
         chunks = {name: _chunk(schema, place, own, data) for name, place in self._places}
         found = self._find(chunks)
@@ -150,12 +149,6 @@ class KnownColumns:
             self._known_bytes = 0
             self._made.clear()
             self._schemas.clear()
-
-    def _require_codecs(self, file: pq.ParquetFile, group: int) -> None:
-        """Raises for a codec that does not exist: a look at it in the footer would end the process."""
-        indices = [self.declared.get_field_index(name) for name in self.names]
-        # Opens the columns, as before any row of them is decoded, and decodes none.
-        list(file.reader.iter_batches(0, row_groups=[group], column_indices=indices, use_threads=False))
 
     def _lacking(self, file: pq.ParquetFile, group: int, found: Container[str]) -> pa.RecordBatch:
         """Decodes the columns that were not found; where something is wrong, all, so that all tell of it."""

@@ -4,6 +4,7 @@ import contextlib
 import io
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO
 
 import pyarrow as pa
@@ -103,11 +104,17 @@ def _open_fetched(data: bytes, expected: Expected) -> pq.ParquetFile:
     except (pa.ArrowException, OSError, ValueError) as error:
         raise UnusableFileError("not_parquet", error) from None
     try:
-        inspect_metadata(file.metadata, len(data), expected)
+        inspect_metadata(file.metadata, len(data), expected, partial(_open_columns, file))
     except BaseException:
         file.close()
         raise
     return file
+
+
+def _open_columns(file: pq.ParquetFile) -> None:
+    """Opens every column, and decodes none."""
+    groups = range(file.metadata.num_row_groups)
+    list(file.reader.iter_batches(0, row_groups=groups, use_threads=False))
 
 
 def _parquet_file(

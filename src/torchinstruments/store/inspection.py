@@ -8,6 +8,7 @@ show, a damaged page, surfaces when the row group is read.
 
 import io
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -155,8 +156,21 @@ def inspect_footer(file: BinaryIO, expected: Expected) -> tuple[PartInfo, pq.Fil
     return inspect_metadata(metadata, size_bytes, expected), metadata
 
 
-def inspect_metadata(metadata: pq.FileMetaData, size_bytes: int, expected: Expected) -> PartInfo:
+def inspect_metadata(
+    metadata: pq.FileMetaData,
+    size_bytes: int,
+    expected: Expected,
+    open_columns: Callable[[], object] | None = None,
+) -> PartInfo:
     """Checks a footer that was parsed, of a file whose tail `read_tail` took for one of a part.
+
+    Args:
+        metadata: The footer.
+        size_bytes: Size of the file.
+        expected: What the part has to be.
+        open_columns: Opens every column of every row group, and raises where the footer contradicts itself
+            about one; None where that would read the file. A look at such a column in the footer ends the
+            process.
 
     Raises:
         UnusableFileError: The part is to be left out; its reason says why.
@@ -164,6 +178,11 @@ def inspect_metadata(metadata: pq.FileMetaData, size_bytes: int, expected: Expec
     own = schema.parse_metadata(metadata.metadata)
     _check_metadata(own, expected)
     _check_schema(metadata, expected.table)
+    if open_columns is not None:
+        try:
+            open_columns()
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise UnusableFileError("unreadable", error) from None
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     _check_groups(metadata, groups, size_bytes)
     ranges = _sample_id_ranges(groups, expected.table)
@@ -268,14 +287,22 @@ def _check_groups(metadata: pq.FileMetaData, groups: list[pq.RowGroupMetaData], 
         raise UnusableFileError("too_large", f"{metadata.num_rows} rows")
     if metadata.num_rows != sum(group.num_rows for group in groups):
         raise UnusableFileError("unreadable", f"{metadata.num_rows} rows are not those of its row groups")
+    declared = [metadata.schema.column(place).physical_type for place in range(metadata.num_columns)]
     for index, group in enumerate(groups):
+        if group.num_columns != len(declared):
+            raise UnusableFileError("schema_mismatch", f"row group {index} has {group.num_columns} columns")
         columns = [group.column(place) for place in range(group.num_columns)]
         unpacked = max(group.total_byte_size, sum(one.total_uncompressed_size for one in columns))
         if group.num_rows > schema.MAX_ROW_GROUP_ROWS or unpacked > MAX_GROUP_BYTES:
             raise UnusableFileError(
                 "too_large", f"row group {index} has {group.num_rows} rows, {unpacked} bytes"
             )
-        for one in columns:
+        for one, due in zip(columns, declared, strict=True):
+            # To ask a column of another type for its statistics would end the process.
+            if one.physical_type != due:
+                raise UnusableFileError(
+                    "schema_mismatch", f"row group {index} has {one.physical_type} where {due} is due"
+                )
             packed = one.total_compressed_size
             if min(group.num_rows, one.total_uncompressed_size, packed) < 0 or packed > size_bytes:
                 raise UnusableFileError("schema_mismatch", f"row group {index} has impossible sizes")

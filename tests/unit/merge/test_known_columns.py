@@ -120,21 +120,6 @@ def test_damage_shows_in_known_columns_too() -> None:
         reader.known.read(file, bytes(damaged), 0, reader.check)
 
 
-def with_codec(data: bytes, name: str, codec: int) -> bytes:
-    """Returns a part whose footer names another codec, which stands behind the path, for a column."""
-    path = b"\x19\x18" + bytes([len(name)]) + name.encode() + b"\x15"
-    place = data.index(path, data.rindex(b"PAR1", 0, -4)) + len(path)
-    return data[:place] + bytes([codec * 2]) + data[place + 1 :]
-
-
-def test_a_codec_that_does_not_exist_is_an_error() -> None:
-    """A footer with a codec that nobody knows raises as it does for the decoder; the process lives on."""
-    reader = Reader()
-    reader.read(part())
-    with pytest.raises(OSError, match="Unsupported compression codec value: 32"):
-        reader.read(with_codec(part(), "sample_id", 32))
-
-
 @pytest.mark.parametrize("name", ["started_at", "sample_id"])
 def test_what_is_damaged_is_told_as_of_a_part_of_which_nothing_is_known(name: str) -> None:
     """A column that its footer cuts off leaves no row, and no trace, whatever else is known."""
