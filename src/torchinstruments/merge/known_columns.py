@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -83,7 +83,8 @@ class KnownColumns:
         self._lock = threading.Lock()
         self._known: OrderedDict[_Chunk, tuple[int, pa.Array]] = OrderedDict()
         self._known_bytes = 0
-        self._made: OrderedDict[tuple[object, ...], object] = OrderedDict()
+        # What a function made, by the function and its columns.
+        self._made: OrderedDict[tuple[object, ...], Any] = OrderedDict()
         # A number is never given out twice: what another thread holds may outlive `clear`.
         self._schemas: deque[tuple[int, pq.ParquetSchema]] = deque(maxlen=_MAX_SCHEMAS)
         self._numbers = itertools.count()
@@ -134,7 +135,7 @@ class KnownColumns:
             found = self._made.get(key)
             if found is not None:
                 self._made.move_to_end(key)
-                return found  # type: ignore[return-value] - the key has the function
+                return found
         made = make(batch)
         with self._lock:
             self._made[key] = made
