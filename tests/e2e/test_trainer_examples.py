@@ -78,7 +78,8 @@ def test_a_restart_is_a_second_generation_that_goes_on_from_the_checkpoint(tmp_p
         (1, 0, *second),
         (1, 1, *second),
     ]
-    assert "interrupted: 1;" in said or "interrupted: 0-1;" in said
+    # The launcher ends rank 0 by SIGTERM, which may come before its failed backward, or while it closes.
+    assert re.search(r"interrupted: (0-)?1[,;]", said)
     rows = [line.split()[1::2] for line in said.splitlines() if re.match(r"│ \d .*[0-9a-f]{8} ", line)]
     assert [(row[0], row[1], row[3], row[4]) for row in rows][1:] == [
         ("0", "1", "0", "interrupted"),
