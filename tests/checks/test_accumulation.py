@@ -28,6 +28,9 @@ class _Listener:
     def backward_ended(self, fired: Sequence[int]) -> None:
         self.ended.append(sorted(fired))
 
+    def backward_counted(self) -> None:
+        self.ended.append([])
+
     def accumulated(self, index: int) -> None:
         raise AssertionError(index)
 

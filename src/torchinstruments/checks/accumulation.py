@@ -1,19 +1,21 @@
 """Where gradients are added to: which parameters each backward reached, and when it is over.
 
 A hook notes which parameter it was called for and does nothing else; everything that costs is done once, at
-the end of the backward, for all of them together. Backwards are told apart by the engine's own number, so
-that two of disjoint parameters are two, and a layer that is used twice is reached once. The inner backwards
-that reentrant checkpointing makes of one are counted as that one.
+the end of the backward, for all of them together. Where nobody has to know which ones those were, it counts.
+Backwards are told apart by the engine's own number, so that two of disjoint parameters are two, and a layer
+that is used twice is reached once. The inner backwards that reentrant checkpointing makes of one are counted
+as that one.
 """
 
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
-from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import compiler
 from torch._C import _current_graph_task_id as graph_task
 from torch.compiler import is_dynamo_compiling
 from torch.utils.checkpoint import CheckpointFunction
@@ -23,6 +25,9 @@ from torchinstruments.observe.engine import call_at_end_of_backward
 from torchinstruments.observe.hooks import HookThatStays, take_out
 from torchinstruments.ranks.tracing import runs_for_a_compiler
 from torchinstruments.statistics.isolation import unintercepted
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 __all__ = ["AccumulationSite", "BackwardListener"]
 
@@ -41,25 +46,47 @@ class BackwardListener(Protocol):
         """Takes which parameters a backward reached, in that order (autograd thread, hot path)."""
         ...
 
+    def backward_counted(self) -> None:
+        """Takes a backward that reached some, after `AccumulationSite.counts_only` (autograd, hot path)."""
+        ...
+
     def accumulated(self, index: int) -> None:
         """Takes that a gradient is there, which will not stay what it is (autograd thread, hot path)."""
         ...
+
+
+class Reached:
+    """What a backward that runs has reached so far.
+
+    Args:
+        task: The engine's number of the backward.
+        fired: Takes the ids of parameters, since they themselves would be kept alive, and with them whatever
+            their hooks hold; None where they are counted.
+    """
+
+    __slots__ = ("fired", "number", "task")
+
+    def __init__(self, task: int, fired: list[int] | None) -> None:
+        self.task = task
+        self.fired = fired
+        self.number = 0
+        """How many were counted."""
 
 
 class _Latest:
     """The backward that reached a parameter last.
 
     Attributes:
-        backward: The engine's number of it, and the ids of what it has reached; replaced as a whole.
+        reached: What it has reached; replaced as a whole.
     """
 
-    __slots__ = ("backward",)
+    __slots__ = ("reached",)
 
     def __init__(self) -> None:
-        self.backward: tuple[int, list[int]] = _NO_BACKWARD
+        self.reached = _NO_BACKWARD
 
 
-_NO_BACKWARD: tuple[int, list[int]] = (-2, [])
+_NO_BACKWARD = Reached(-2, None)
 
 
 def fire_hook(site: "AccumulationSite", latest: _Latest) -> Callable[[torch.Tensor], None]:
@@ -79,12 +106,16 @@ def fire_hook(site: "AccumulationSite", latest: _Latest) -> Callable[[torch.Tens
             # A compiler that traces this sees true, and an empty hook.
             if is_dynamo_compiling():
                 return
-            task, fired = latest.backward
-            if graph_task() == task:
-                fired.append(id(parameter))
+            reached = latest.reached
+            if graph_task() == reached.task:
+                if reached.fired is None:
+                    # Nothing lets another thread of the same backward in before it is stored.
+                    reached.number += 1
+                else:
+                    reached.fired.append(id(parameter))
                 return
             known = held()
-            if known is not None and not runs_for_a_compiler():
+            if known is not None and not (compiler._is_compiling_flag and runs_for_a_compiler()):  # noqa: SLF001 - a call less
                 known.accumulated(parameter)
         except RecursionError:
             known = held()
@@ -146,11 +177,10 @@ class AccumulationSite:
         self._listener = weakref.ref(listener)
         self._num_forwards = num_forwards
         self._on_error = on_error
-        self.running: dict[int, list[int]] = {}
-        """Ids of what the backwards that run have reached, by the engine's number; also of those that raised.
-
-        The parameters themselves would be kept alive, and with them whatever their hooks hold.
-        """
+        self.running: dict[int, Reached] = {}
+        """What the backwards that run have reached, by the engine's number; also of those that raised."""
+        self.counts_only = False
+        """Whether of the backwards that begin from here on the number of their gradients is enough."""
         self._latest = _Latest()
         self.hook = fire_hook(self, self._latest)
         """Of each parameter."""
@@ -213,11 +243,26 @@ class AccumulationSite:
         if self._is_over:
             return
         task = graph_task()
-        fired = self.running.get(task)
-        if fired is None:
-            fired = self._begin(task)
-        self._latest.backward = task, fired
-        fired.append(id(parameter))
+        reached = self.running.get(task)
+        if reached is None:
+            reached = self._begin(task)
+        self._latest.reached = reached
+        if reached.fired is None:
+            reached.number += 1
+        else:
+            reached.fired.append(id(parameter))
+
+    def count_from_here(self, named: AbstractSet[int], awaited: AbstractSet[int] | None) -> None:
+        """Counts only, if nothing more can be learnt from names (autograd thread, hot path).
+
+        Args:
+            named: Positions of the parameters that were reached before: it has to be all that have a hook.
+            awaited: Of those for which backwards are looked out for; None where that is any of them.
+        """
+        if len(named) < len(self._positions):
+            return
+        hooked = frozenset(self._positions.values())
+        self.counts_only = hooked <= named and (awaited is None or hooked <= awaited)
 
     def look_early(self, index: int) -> None:
         """Has a gradient looked at in its hook; it never raises (autograd thread, hot path)."""
@@ -237,13 +282,12 @@ class AccumulationSite:
     def _forget(self) -> None:
         """Drops every backward that runs."""
         self.running.clear()
-        self._latest.backward = _NO_BACKWARD
+        self._latest.reached = _NO_BACKWARD
 
-    def _begin(self, task: int) -> list[int]:
+    def _begin(self, task: int) -> Reached:
         if len(self.running) >= _MAX_OPEN:
             self._forget()
-        fired: list[int] = []
-        self.running[task] = fired
+        reached = self.running[task] = Reached(task, None if self.counts_only else [])
         try:
             call_at_end_of_backward(partial(self._ended, task))
             self._count()
@@ -252,26 +296,32 @@ class AccumulationSite:
                 listener.backward_began()
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self._on_error("backward", error)
-        return fired
+        return reached
 
     def _count(self) -> None:
-        """Counts a backward, those inside a checkpointed one once with it."""
+        """Counts a backward, those that reentrant checkpointing makes inside another one once with it."""
         # It begins behind the hook: each frame that is looked at is made for that.
-        is_nested = _is_in_checkpointed_backward(sys._getframe(3).f_back)  # noqa: SLF001 - nothing else tells
+        frame: FrameType | None = sys._getframe(3).f_back  # noqa: SLF001 - nothing else tells
+        while frame is not None and frame.f_code is not _RECOMPUTING:
+            frame = frame.f_back
         is_known = self._last_nested is not None and self._last_nested == self._num_forwards()
         if not is_known:
             self.num_backwards += 1
-        self._last_nested = self._num_forwards() if is_nested else None
+        self._last_nested = None if frame is None else self._num_forwards()
 
     def _ended(self, task: int) -> None:
-        fired = self.running.pop(task, None)
-        if self._latest.backward[0] == task:
-            self._latest.backward = _NO_BACKWARD
+        reached = self.running.pop(task, None)
+        if self._latest.reached.task == task:
+            self._latest.reached = _NO_BACKWARD
         listener = self._listener()
-        if fired is None or listener is None:
+        if reached is None or listener is None:
             return
-        self.num_fires += len(fired)
+        fired = reached.fired
+        self.num_fires += reached.number if fired is None else len(fired)
         try:
+            if fired is None:
+                listener.backward_counted()
+                return
             # Most backwards reach the same parameters in the same order.
             usual, positions = self._usual
             if fired != usual:
@@ -281,16 +331,3 @@ class AccumulationSite:
             listener.backward_ended(positions)
         except Exception as error:  # noqa: BLE001 - nothing may leave a callback
             self._on_error("backward", error)
-
-
-def _is_in_checkpointed_backward(frame: FrameType | None) -> bool:
-    """Returns whether a running backward is one that reentrant checkpointing makes inside another.
-
-    Args:
-        frame: Of what runs the backward.
-    """
-    while frame is not None:
-        if frame.f_code is _RECOMPUTING:
-            return True
-        frame = frame.f_back
-    return False

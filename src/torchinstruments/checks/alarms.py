@@ -42,13 +42,17 @@ class StepAlarms:
         Args:
             fired: Positions of the parameters that it reached.
         """
-        trip = self._watchdog.backward()
-        if trip is not None:
-            self._say_not_accepted(trip)
+        self.backward_counted()
         if self.awaits_step:
             num_rounds = self._unstepped.backward_ended(fired)
             if num_rounds is not None:
                 self._say_unseen(num_rounds)
+
+    def backward_counted(self) -> None:
+        """Takes a backward where no step is awaited (autograd thread, hot path)."""
+        trip = self._watchdog.backward()
+        if trip is not None:
+            self._say_not_accepted(trip)
 
     def step_seen(self) -> None:
         """Takes a step, whatever becomes of it (training thread, hot path)."""

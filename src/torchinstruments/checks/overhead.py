@@ -23,6 +23,9 @@ class _Nobody:
     def backward_ended(self, fired: Sequence[int]) -> None:
         """Takes nothing."""
 
+    def backward_counted(self) -> None:
+        """Takes nothing."""
+
     def accumulated(self, index: int) -> None:
         """Takes nothing."""
 

@@ -171,11 +171,13 @@ class SiteVisitor:
             # Replaced as a whole, since backwards of two threads may end at once.
             self._latest = fired, own
         looks.attempts.backward_ended()
-        if not self.enabled:
-            return
-        if own:
+        if self.enabled and own:
             self._alarms.backward_ended(own)
         if not self._after_backward:
+            if not self._alarms.awaits_step:
+                looks.site.count_from_here(self.reached, self._awaited)
+            return
+        if not self.enabled:
             return
         with self._visit("backward_ended") as runs:
             if runs:
@@ -187,6 +189,15 @@ class SiteVisitor:
                 look.release()
                 if len(self._waiting) >= _MAX_WAITING * len(self._after_backward):
                     self._settle()
+
+    def backward_counted(self) -> None:
+        """Takes that a backward ended where nothing looks at it (autograd thread, hot path)."""
+        looks = self._looks
+        if looks is None:
+            return
+        looks.attempts.backward_ended()
+        if self.enabled:
+            self._alarms.backward_counted()
 
     def accumulated(self, index: int) -> None:
         """Takes the norm of a gradient that ranks will reduce in place (autograd thread, hot path)."""

@@ -42,6 +42,14 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
 """Returns the id of the traversal that the current thread works on, unique in the process; -1 outside."""
 
 
+call_at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback  # noqa: SLF001
+"""Has a function called when the current traversal is over; an exception of it would reach the user.
+
+Called from such a function, it calls after everything that was queued before: after the reducer of DDP has
+written the gradients, for one. Where no backward is running it raises a `RuntimeError`.
+"""
+
+
 def is_in_backward() -> bool:
     """Returns whether the current thread works on a backward: a forward in it is a recomputation."""
     return graph_task() != -1
@@ -50,18 +58,6 @@ def is_in_backward() -> bool:
 def keeps_graph() -> bool:
     """Returns whether the current traversal leaves the graph for another one, as with ``retain_graph``."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001
-
-
-def call_at_end_of_backward(function: Callable[[], None]) -> None:
-    """Has a function called when the current traversal is over; an exception of it would reach the user.
-
-    Called from such a function, it calls after everything that was queued before: after the reducer of
-    DDP has written the gradients, for one.
-
-    Raises:
-        RuntimeError: No backward is running.
-    """
-    Variable._execution_engine.queue_callback(function)  # noqa: SLF001
 
 
 def tracing() -> str:

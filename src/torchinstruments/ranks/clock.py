@@ -31,7 +31,7 @@ from typing import NamedTuple
 from torchinstruments.ranks.bare_objects import new_object, new_tuple
 from torchinstruments.ranks.phases import PhaseTimer
 from torchinstruments.ranks.stepping import OptimizerOrdinals, RunningStep
-from torchinstruments.ranks.window import APPLIED, DeviceClock, Judgement, Prepared, Step, Window
+from torchinstruments.ranks.window import APPLIED, DeviceClock, Judgement, Prepared, Span, Step, Window
 from torchinstruments.records import (
     Amendment,
     ClosedAttempt,
@@ -48,6 +48,7 @@ __all__ = ["MAX_STEPS_IN_WINDOW", "TOLD_AFTER_S", "Boundary", "Started", "StepCl
 _EXPLICIT = StepProvenance.EXPLICIT
 _INFERRED = StepProvenance.INFERRED
 _NOT_KNOWN = StepProvenance.NONE
+_NOT_SYNCED = GradSync.UNKNOWN
 
 MAX_STEPS_IN_WINDOW = 16_384
 """Steps that one window keeps; only a program that bypasses the attached model's hooks comes near it."""
@@ -118,6 +119,8 @@ class StepClock:
         self._timer = PhaseTimer(keeps_spans=device is not None)
         self._window: Window | None = None
         self._running: RunningStep | None = None
+        self.running_key: int | None = None
+        """Names the optimizer of the outermost step that seems to run."""
         self._in_boundary = False
         self.num_forwards = 0
         """Root forwards seen so far."""
@@ -142,11 +145,6 @@ class StepClock:
     def is_stepping(self) -> bool:
         """Whether a step seems to run."""
         return self._running is not None
-
-    @property
-    def running_key(self) -> int | None:
-        """Names the optimizer of the outermost step that seems to run."""
-        return None if self._running is None else self._running.key
 
     def ordinal_of(self, optimizer_key: int) -> int:
         """Returns the ordinal that an optimizer's records have, or will have if it steps next (hot path)."""
@@ -390,7 +388,7 @@ class StepClock:
         running.key, running.started_s, running.in_backward = optimizer_key, now_s, in_backward
         running.inner_s, running.inner_spans, running.judgement = 0.0, None, None
         running.nested = []
-        self._running = running
+        self._running, self.running_key = running, optimizer_key
         if self._timer.keeps_spans:
             running.inner_spans = []
 
@@ -401,6 +399,7 @@ class StepClock:
             now_s: Monotonic seconds, when that was found out.
         """
         running, self._running = self._running, None
+        self.running_key = None
         if running is not None:
             # How far it came before it raised is not known, nor when.
             step = self._new_step(running.key, now_s, Judgement(Outcome.UNKNOWN, Evidence.NONE))
@@ -430,7 +429,7 @@ class StepClock:
         if running.nested and running.ends_nested(optimizer_key):
             self._timer.passed(now_s)
             return
-        self._running = None
+        self._running = self.running_key = None
         window = self._window
         self._timer.step_ended(now_s, window, in_backward=running.in_backward)
         step = new_object(Step)
@@ -441,7 +440,11 @@ class StepClock:
         step.optimizer_s = own_s if own_s > 0.0 else 0.0  # noqa: FURB136 - max takes two microseconds here
         if running.inner_spans is not None:
             step.span, step.inside = (running.started_s, now_s), running.inner_spans
-        self._put_step(step, window)
+        if window is None or len(window.steps) >= MAX_STEPS_IN_WINDOW:
+            self._put_step(step, window)
+            return
+        step.optimizer, step.optimizer_attempt = self._ordinals.next_attempt(optimizer_key)
+        window.steps.append(step)
 
     def step_skipped(
         self,
@@ -602,16 +605,29 @@ class StepClock:
         return not last.is_told and now_s - last.ended_s > self._told_after_s
 
     def _open_window(self, now_s: float, now_us: int) -> Window:
-        window = Window(
-            self._next_attempt,
-            self.num_forwards,
-            now_us,
-            # Inside a closure the time since the step's start is the step's.
-            self._timer.gap(now_s if self._running is None else self._running.started_s),
-        )
-        if self._timer.keeps_spans:
-            window.forward_spans = []
-            window.backward_spans = []
+        running, timer = self._running, self._timer
+        window = new_object(Window)
+        window.attempt, window.first_forward_index = self._next_attempt, self.num_forwards
+        window.started_at_us = now_us
+        # As `PhaseTimer.gap`, which would be a call. Inside a closure the time since the step's start is the
+        # step's.
+        last_end_s = timer.last_end_s
+        begin_s = now_s if running is None else running.started_s
+        window.gap = None if last_end_s is None else (last_end_s, begin_s)
+        window.is_shared = window.explicit = False
+        window.has_begun = True
+        window.global_step = window.micro_batches_declared = window.end_s = None
+        window.forwards = window.micro_batches = window.micro_batches_synced = 0
+        window.last_sync, window.last_forward_index = _NOT_SYNCED, -1
+        window.forward_s = window.backward_s = 0.0
+        steps: list[Step] = []
+        prepared: list[Prepared] = []
+        window.steps, window.prepared = steps, prepared
+        window.forward_spans = window.backward_spans = None
+        if timer.keeps_spans:
+            forward_spans: list[Span] = []
+            backward_spans: list[Span] = []
+            window.forward_spans, window.backward_spans = forward_spans, backward_spans
         self._next_attempt += 1
         self._window = window
         return window

@@ -193,9 +193,12 @@ class OptimizerWatch:
                 or entry.reference() is not optimizer
                 or entry.asked_at != self._clock.num_forwards
             ):
-                entry = self.known(optimizer)
-                if entry is None:
-                    return
+                entry = self.latest
+                # Of those that were named nothing changes.
+                if self._only is None or entry is None or entry.reference() is not optimizer:
+                    entry = self.known(optimizer)
+                    if entry is None:
+                        return
             self.latest = entry
             caller = sys._getframe(CALLER_DEPTH)  # noqa: SLF001
             # The caller's own frame may have the address of one that an exception has left.

@@ -32,7 +32,8 @@ class PhaseTimer:
         """Since when a backward seems to run whose end nobody has seen yet; None where none does."""
         self._stepped_in_backward = False
         self._last_event_s = 0.0
-        self._last_end_s: float | None = None
+        self.last_end_s: float | None = None
+        """When the last window was over; None before the first one was."""
         self._other_step_s: float | None = None
 
     @property
@@ -52,7 +53,7 @@ class PhaseTimer:
 
     def gap(self, begin_s: float) -> Span | None:
         """Returns the gap before a window; None before the first one (training thread, hot path)."""
-        return None if self._last_end_s is None else (self._last_end_s, begin_s)
+        return None if self.last_end_s is None else (self.last_end_s, begin_s)
 
     def other_model_stepped(self, now_s: float) -> None:
         """Takes that an optimizer of another model has stepped (training or autograd thread, hot path)."""
@@ -174,7 +175,7 @@ class PhaseTimer:
 
     def window_closed(self, window: Window) -> None:
         """Takes that a window is over (training thread, hot path)."""
-        self._last_end_s = window.end_s if window.end_s is not None else self._last_event_s
+        self.last_end_s = window.end_s if window.end_s is not None else self._last_event_s
         self._forward_began_s = None
         self.waits_since_s = None
         self._stepped_in_backward = False

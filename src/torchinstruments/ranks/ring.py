@@ -25,6 +25,8 @@ from torch._C import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torchinstruments.ranks.bare_objects import new_object
+
 __all__ = ["NUM_SLOTS", "Ring", "Rings", "Ticket"]
 
 NUM_SLOTS = 16_384
@@ -125,7 +127,9 @@ class Ring:
             if self._module is not None:
                 self._record()
             self._num_kept = ordinal + 1
-        return Ticket(self, ordinal)
+        ticket = new_object(Ticket)
+        ticket.ring, ticket.ordinal, ticket.value = self, ordinal, None
+        return ticket
 
     def read(self, ordinal: int) -> float | None:
         """Waits for a number and returns it; None where the ring went round first (any thread).
@@ -211,7 +215,13 @@ class Rings:
         Raises:
             Exception: Whatever the device raises.
         """
-        if not _has_modes():
+        # Torch includes the key as long as there are modes of before the dispatch: to count those takes longer.
+        # A function that asks for all three would be a call more.
+        if not (
+            _len_torch_dispatch_stack() > 0
+            or _is_torch_function_mode_enabled()
+            or _dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+        ):
             return self._keep(tensors)
         # They may count, cache or rewrite every operation of the program, which this is none of.
         with DisableTorchFunction(), _disable_current_modes():
@@ -232,15 +242,6 @@ class Rings:
                 ring = self._rings.setdefault(local.device, Ring(local, self._num_slots))
             tickets.append(ring.keep(local))
         return tickets
-
-
-def _has_modes() -> bool:
-    # Torch includes the key as long as there are modes of before the dispatch; to count those takes longer.
-    return (
-        _len_torch_dispatch_stack() > 0
-        or _is_torch_function_mode_enabled()
-        or _dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
-    )
 
 
 def _dtype(device: torch.device) -> torch.dtype:
