@@ -133,6 +133,75 @@ def test_a_site_that_is_detached_keeps_no_parameter() -> None:
     assert [one() for one in parameters] == [None] * 4
 
 
+def test_backwards_are_told_apart_where_gradients_are_only_counted(watched: Watched) -> None:
+    """One inside another one is one of its own, one that raised is none, and each gradient is counted."""
+    model, site, listener = watched
+    first, last = model.children()
+    model(batch()).sum().backward()
+    site.count_from_here({0, 1, 2, 3}, None)
+
+    def run_other(_parameter: torch.Tensor) -> None:
+        with torch.enable_grad():
+            first(batch()).sum().backward()
+
+    hook = last.weight.register_post_accumulate_grad_hook(run_other)
+    model(batch()).sum().backward()
+    hook.remove()
+
+    def fail(_parameter: torch.Tensor) -> None:
+        raise OSError("mine")
+
+    hook = last.weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(OSError, match="mine"):
+        model(batch()).sum().backward()
+    hook.remove()
+    site.forget_unfinished()
+    last(batch()).sum().backward()
+    assert listener.ended == [[0, 1, 2, 3], [], [], []]
+    assert (site.num_backwards, site.num_fires) == (5, 4 + 2 + 4 + 2)
+
+
+@pytest.mark.parametrize(
+    ("named", "awaited", "counts"),
+    [
+        ({0, 1, 2, 3}, None, True),
+        ({0, 1, 2, 3, 7}, {0, 1, 2, 3}, True),
+        ({0, 1, 2}, None, False),
+        ({0, 1, 2, 7}, None, False),
+        ({0, 1, 2, 3}, {0, 1}, False),
+    ],
+)
+def test_gradients_are_named_until_names_tell_nothing_more(
+    watched: Watched, named: set[int], awaited: set[int] | None, counts: bool
+) -> None:
+    """Each parameter with a hook has to be known to be reached, and has to be one that is awaited."""
+    model, site, listener = watched
+    site.count_from_here(named, awaited)
+    model(batch()).sum().backward()
+    assert listener.ended == [[] if counts else [0, 1, 2, 3]]
+    assert site.num_fires == 4
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_who_was_never_reached_is_known_with_and_without_checks(checks: bool) -> None:
+    """The first backwards go through one layer, later ones through both: each parameter is found."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session = ChecksSession(model, optimizer, scaler=None)
+    if checks:
+        session.register_nonfinite_grad_check()
+    fired: list[object] = []
+    with session:
+        for part in (model[0], model[0], model, model, model[0]):
+            part(batch()).sum().backward()
+            optimizer.step()
+            fired.append(session.report().coverage["parameters_that_fired"])
+        report = session.report()
+        assert session.overhead()["num_accumulation_hooks"] == 3 * 2 + 2 * 4
+    assert fired == [2, 2, 4, 4, 4]
+    assert report.counters["backwards"] == 5
+
+
 class _Trainer:
     """Holds a model and its session, and is held by a hook of a parameter."""
 

@@ -215,8 +215,8 @@ class Rings:
         Raises:
             Exception: Whatever the device raises.
         """
-        # Torch includes the key as long as there are modes of before the dispatch: to count those takes longer.
-        # A function that asks for all three would be a call more.
+        # Torch includes the key as long as there are modes of before the dispatch: to count those takes
+        # longer. A function that asks for all three would be a call more.
         if not (
             _len_torch_dispatch_stack() > 0
             or _is_torch_function_mode_enabled()

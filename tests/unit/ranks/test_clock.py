@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 
 from torchinstruments.ranks import clock as clock_module
 from torchinstruments.ranks.clock import StepClock
-from torchinstruments.ranks.window import Judgement
+from torchinstruments.ranks.window import Judgement, Window
 from torchinstruments.records import Evidence, GradSync, Outcome, StepProvenance
+
+
+class _NoDevice:
+    """Measures nothing again."""
+
+    def amendments(self, attempts):
+        return ()
 
 
 class _Loop:
@@ -54,6 +61,16 @@ def _micro_step(loop, count=1):
     positions = [loop.forward() for _ in range(count)]
     loop.step()
     return positions
+
+
+@pytest.mark.parametrize("keeps_spans", [False, True])
+def test_a_window_that_opens_has_every_field(keeps_spans: bool):
+    """It is made without a call of its class, whose fields are those of any other window."""
+    clock = StepClock(device=_NoDevice() if keeps_spans else None, first_attempt=3)
+    spans = {"forward_spans": [], "backward_spans": []} if keeps_spans else {}
+    assert clock._open_window(2.0, 99) == Window(3, 0, 99, None, **spans)
+    clock.close(5.0)
+    assert clock._open_window(7.0, 100) == Window(4, 0, 100, (0.0, 7.0), **spans)
 
 
 def test_a_record_is_made_by_who_looks_at_it_first_and_once():
