@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import compiler
 from torch._C import _current_graph_task_id as graph_task
 from torch.compiler import is_dynamo_compiling
 from torch.utils.checkpoint import CheckpointFunction
@@ -115,7 +114,7 @@ def fire_hook(site: "AccumulationSite", latest: _Latest) -> Callable[[torch.Tens
                     reached.fired.append(id(parameter))
                 return
             known = held()
-            if known is not None and not (compiler._is_compiling_flag and runs_for_a_compiler()):  # noqa: SLF001 - a call less
+            if known is not None and not runs_for_a_compiler():
                 known.accumulated(parameter)
         except RecursionError:
             known = held()

@@ -99,10 +99,7 @@ class AttemptFeed:
         now_s = self._now()
         with self._lock:
             started = self._clock.forward_started(grad_enabled=grad_enabled, now_s=now_s, now_us=now_us)
-        if not self._taps:
-            if started.closed:
-                self._session.put_attempts(started.closed)
-        elif started.closed or self._early or self._untapped:
+        if started.closed or self._early or self._untapped:
             self._put(started.closed)
         return started.position
 

@@ -7,7 +7,6 @@ through none of them, of a loss that was computed inside the model, is seen in s
 stays `UNKNOWN` in the others.
 """
 
-import sys
 from collections.abc import Callable
 
 import torch
@@ -18,7 +17,7 @@ from torchinstruments.observe.faults import too_deep
 from torchinstruments.observe.hooks import GradientHook
 from torchinstruments.observe.leaves import tensors_in
 from torchinstruments.ranks.grad_sync import read_grad_sync
-from torchinstruments.ranks.pipelining import STAGE, is_pipelined
+from torchinstruments.ranks.pipelining import is_pipelined
 from torchinstruments.ranks.sharded_sync import ShardedSync
 from torchinstruments.records import GradSync, Position
 
@@ -124,7 +123,7 @@ class Synchronisation:
             self.look_again(module)
         sharded = self._sharded
         grad_enabled = position.grad_enabled
-        if grad_enabled and STAGE in sys.modules and is_pipelined():
+        if grad_enabled and is_pipelined():
             return GradSync.PIPELINED, None
         if sharded is None or not self._is_sharded:
             return read_grad_sync(module, grad_enabled, world_size), None

@@ -188,7 +188,7 @@ class RootPreHook(HookThatStays):
         self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object] | None = None
     ) -> None:
         """Is called before the model's forward (training thread, hot path)."""
-        if compiler.is_dynamo_compiling() or (compiler._is_compiling_flag and runs_for_a_compiler()):  # noqa: SLF001 - a call less
+        if compiler.is_dynamo_compiling() or runs_for_a_compiler():
             if compiler.is_exporting():
                 self._observer.root_exported()
             else:
@@ -238,7 +238,7 @@ class RootPostHook(HookThatStays):
 
     def __call__(self, module: nn.Module, _args: object, output: object) -> None:
         """Is called after the model's forward (training thread, hot path)."""
-        if compiler.is_dynamo_compiling() or (compiler._is_compiling_flag and runs_for_a_compiler()):  # noqa: SLF001 - a call less
+        if compiler.is_dynamo_compiling() or runs_for_a_compiler():
             return
         try:
             own = self._model()

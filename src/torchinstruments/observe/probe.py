@@ -359,7 +359,7 @@ class RootProbe:
             call = self._calls.current()
             if call is not None and self._is_followed(call, module):
                 return
-            if (call is not None or rehearsal()) and not self._is_outermost(call, module):
+            if not self._is_outermost(call, module):
                 self._receive(args, kwargs)
                 return
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook

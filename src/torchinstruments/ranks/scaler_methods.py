@@ -218,7 +218,7 @@ def _pass_through(name: str, original: Callable[..., Any]) -> Callable[..., Any]
     @functools.wraps(original)
     def scaler_method(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
         # Named by its module: Dynamo runs a frame without tensors that names no module of torch as it is.
-        if compiler.is_dynamo_compiling() or (compiler._is_compiling_flag and runs_for_a_compiler()):  # noqa: SLF001 - a call less
+        if compiler.is_dynamo_compiling() or runs_for_a_compiler():
             return original(self, *args, **kwargs)
         return _PATCHES.call(name, original, self, args, kwargs)
 

@@ -102,7 +102,7 @@ class _Pair:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Calls who watches (training or autograd thread, hot path)."""
         # Named by its module: Dynamo runs a frame without tensors that names no module of torch as it is.
-        if compiler.is_dynamo_compiling() or (compiler._is_compiling_flag and runs_for_a_compiler()):  # noqa: SLF001 - a call less
+        if compiler.is_dynamo_compiling() or runs_for_a_compiler():
             return None
         result = None
         for hooks in self._watching:
@@ -114,7 +114,7 @@ class _Pair:
 
     def _ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Calls who watches (training or autograd thread, hot path)."""
-        if compiler.is_dynamo_compiling() or (compiler._is_compiling_flag and runs_for_a_compiler()):  # noqa: SLF001 - a call less
+        if compiler.is_dynamo_compiling() or runs_for_a_compiler():
             return
         for hooks in self._watching:
             hooks.ended(optimizer, args, kwargs)

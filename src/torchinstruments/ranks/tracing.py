@@ -21,8 +21,7 @@ def runs_for_a_compiler() -> bool:
     """Returns whether a compiler runs the current thread's code to learn what it does (any thread, hot path).
 
     A hook of a model asks ``torch.compiler.is_dynamo_compiling()`` first, and leaves this out where that is
-    true, so that nothing of this becomes part of a program. What is called in each step asks for the flag
-    itself, which is a call less.
+    true, so that nothing of this becomes part of a program.
     """
     if not compiler._is_compiling_flag:  # noqa: SLF001 - its function asks for scripting too, a hook each time
         return False
