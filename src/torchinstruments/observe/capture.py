@@ -33,11 +33,11 @@ from torchinstruments.observe.leaves import tensors_given, tensors_in
 from torchinstruments.observe.observation import (
     Call,
     Delivery,
-    Observation,
     SampleFacts,
     error_reason,
     note_tensor,
 )
+from torchinstruments.observe.observed import Observation
 from torchinstruments.observe.parameters import (
     ParameterGradients,
     lack_flattened,

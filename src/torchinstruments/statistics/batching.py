@@ -41,8 +41,14 @@ from torchinstruments.statistics.histograms import (
 )
 from torchinstruments.statistics.host import measure_on_host
 from torchinstruments.statistics.measuring import MAX_SCRATCH_BYTES, FactsReducer
+from torchinstruments.statistics.number_rows import NumberRows
 from torchinstruments.statistics.packing import SmallTensors
-from torchinstruments.statistics.reading import MeasuredScalars, ScalarTable, read_table
+from torchinstruments.statistics.reading import (
+    MeasuredScalars,
+    ScalarTable,
+    read_one_by_one,
+    read_table,
+)
 from torchinstruments.statistics.transfer import DeviceNumbers, Transfer
 
 __all__ = ["MeasuredScalars", "ScalarBatch"]
@@ -57,16 +63,14 @@ class _Tensor:
     """What a batch holds of one tensor.
 
     Attributes:
-        held: Values, or what they will come from, by metric; empty where all come from `derived`.
+        held: Values, or what they will come from, by metric; empty where all follow from the look.
         histograms: Those that are there, and the place of each of the others in the look, in one order.
         look: The look at the tensor, where one was taken.
-        derived: The look that all values follow from, by the only reducer; else None.
     """
 
     held: dict[str, Held]
     histograms: list[MeasuredHistogram | tuple[str, int]] = field(default_factory=list)
     look: Look | None = None
-    derived: Look | None = None
 
 
 class ScalarBatch:
@@ -88,7 +92,7 @@ class ScalarBatch:
         self._reducers = tuple(reducers)
         self._on_error = on_error
         self._histograms = tuple(histograms)
-        self._tensors: list[_Tensor] = []
+        self._tensors: dict[int, _Tensor] = {}
         self._scalars: list[Held] = []
         self._devices: dict[torch.device, DeviceNumbers] = {}
         self._small = SmallTensors()
@@ -96,7 +100,7 @@ class ScalarBatch:
         looking = [reducer for reducer in self._reducers if isinstance(reducer, FactsReducer)]
         self._looks = bool(looking)
         self._only = looking[0] if len(looking) == len(self._reducers) == 1 else None
-        self._only_metrics = () if self._only is None else self._only.metrics
+        self._rows = NumberRows(self._only) if self._only is not None and self._only.metrics else None
         self._is_ordered = any(reducer.is_ordered for reducer in looking)
         self._max_scratch_bytes = min(
             (reducer.max_scratch_bytes for reducer in looking), default=MAX_SCRATCH_BYTES
@@ -116,9 +120,11 @@ class ScalarBatch:
             tensor: Detached, plain and measurable, as `admit` returns it.
             histograms: Which histograms to take: all of the batch, none, or these.
         """
-        taken = _Tensor({})
         wanted = (self._histograms if histograms is True else histograms) or ()
+        taken = _Tensor({})
         failure = self._take_look(tensor, taken, wanted) if self._looks or wanted else None
+        if self._rows is not None:
+            return self._add_row(self._rows, taken, failure)
         for reducer in self._reducers:
             if isinstance(reducer, FactsReducer):
                 self._derive(reducer, taken, failure)
@@ -130,9 +136,10 @@ class ScalarBatch:
                 self._on_error(_PROBE, error)
             else:
                 self._keep(reducer, results, taken.held)
-        self._tensors.append(taken)
-        self._num_scalars += len(taken.held) if taken.derived is None else len(self._only_metrics)
-        return len(self._tensors) - 1
+        index = len(self._tensors)
+        self._tensors[index] = taken
+        self._num_scalars += len(taken.held)
+        return index
 
     def add_scalar(self, tensor: torch.Tensor) -> int:
         """Takes one number along as it is now; returns the index to read it by (training thread, hot path).
@@ -175,20 +182,23 @@ class ScalarBatch:
             indices: Of the tensors, in the order that is wanted; negative for what was not measured.
             absent: Returns what stands for that, by its place in `indices`.
         """
-        tensors = self._tensors
 
         def read_alone(place: int) -> MeasuredScalars:
             return absent(place) if indices[place] < 0 else self.read(indices[place])
 
-        looks = [None if index < 0 else tensors[index].derived for index in indices]
-        return read_table(self._only, looks, read_alone)
+        if self._rows is None:
+            return read_one_by_one([read_alone(place) for place in range(len(indices))])
+        return read_table(self._rows, indices, read_alone)
 
     def read(self, index: int) -> MeasuredScalars:
         """Waits for the copy and returns the scalars of one tensor (writer thread, after `seal`)."""
+        numbers = None if self._rows is None else self._rows.numbers(index)
+        if self._rows is not None and numbers is not None:
+            return MeasuredScalars(self._rows.metrics, numbers, ("",) * len(numbers))
         tensor = self._tensors[index]
         held = tensor.held
-        if self._only is not None and tensor.derived is not None:
-            held = dict.fromkeys(self._only_metrics, Derived(self._only, tensor.derived))
+        if self._only is not None and tensor.look is not None and not held:
+            held = dict.fromkeys(self._only.metrics, Derived(self._only, tensor.look))
         values: list[float | None] = []
         reasons: list[str] = []
         source: Held = 0.0
@@ -215,8 +225,8 @@ class ScalarBatch:
         It is called on the writer thread, after `seal`. They are in the order in which they were asked for;
         one that could not be had says why.
         """
-        tensor = self._tensors[index]
-        if not tensor.histograms:
+        tensor = self._tensors.get(index)
+        if tensor is None or not tensor.histograms:
             return ()
         measured, failure = None, Absent("")
         try:
@@ -246,6 +256,16 @@ class ScalarBatch:
             found = finished(value)
             value = found if isinstance(found, Absent) else found.get(_SCALAR, _LOST)
         return None if isinstance(value, Absent) else value
+
+    def _add_row(self, rows: NumberRows, taken: _Tensor, failure: Exception | None) -> int:
+        """Adds a tensor whose values all follow from the look; returns its index, which is its row."""
+        index, is_made = rows.add(taken.look)
+        self._num_scalars += len(rows.metrics)
+        if not is_made or taken.histograms:
+            if self._only is not None and taken.look is None:
+                self._derive(self._only, taken, failure)
+            self._tensors[index] = taken
+        return index
 
     def _take_look(
         self, tensor: torch.Tensor, taken: _Tensor, wanted: Sequence[HistogramReducer]
@@ -310,9 +330,6 @@ class ScalarBatch:
         """Adds the metrics of a reducer whose values follow from the look."""
         if failure is not None or taken.look is None:
             self._fail(reducer, failure or RuntimeError("the tensor was not looked at"), taken.held)
-            return
-        if self._only is not None:
-            taken.derived = taken.look
             return
         source = Derived(reducer, taken.look)
         derived = dict.fromkeys(reducer.metrics, source)

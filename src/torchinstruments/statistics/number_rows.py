@@ -1,0 +1,141 @@
+"""The numbers of one reducer, side by side, a row for each tensor of a batch.
+
+Of most tensors all numbers follow from one look, which has been taken when the tensor is added. They are made
+there and then, while what they follow from is in the cache, and put beside each other, so that the writer
+thread has an array and fetches nothing. A tensor of which that is not so has an empty row, which is filled in
+as it is read: from the table of its matrix, or from what a device has sent.
+"""
+
+import math
+from dataclasses import dataclass
+from struct import Struct
+
+import numpy as np
+
+from torchinstruments.statistics.held import Look, Seen
+from torchinstruments.statistics.measuring import FactsReducer
+from torchinstruments.statistics.moments import Array
+from torchinstruments.statistics.packing import PackedBlock, PackedPlace
+
+__all__ = ["NumberRows", "ReadRows"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRows:
+    """Rows as far as they can be read together.
+
+    Attributes:
+        values: A row for each tensor, a column for each metric; NaN where a value is missing; float64.
+        reasons: Why, by row and column.
+        unread: Rows of tensors that have to be read alone.
+    """
+
+    values: Array
+    reasons: dict[tuple[int, int], str]
+    unread: list[int]
+
+
+class NumberRows:
+    """Collects the numbers of one reducer.
+
+    Args:
+        reducer: The reducer, of at least one metric.
+    """
+
+    def __init__(self, reducer: FactsReducer) -> None:
+        self.metrics = reducer.metrics
+        self._reducer = reducer
+        self._row = Struct(f"{len(self.metrics)}d")
+        self._missing = self._row.pack(*[math.nan] * len(self.metrics))
+        self._numbers = bytearray()
+        self._packed: dict[PackedBlock, list[int]] = {}
+        self._waiting: dict[int, Look | None] = {}
+
+    def add(self, look: Look | None) -> tuple[int, bool]:
+        """Returns a new row, and whether its numbers are in it (training thread, hot path).
+
+        It never raises. An interrupt may leave a row of which nobody knows, and nothing else.
+
+        Args:
+            look: At the tensor; None where the row is to be read alone.
+        """
+        row = len(self._numbers) // self._row.size
+        made = self._made(look) if type(look) is Seen else None
+        self._numbers += made or self._missing
+        if made is not None:
+            return row, True
+        if type(look) is PackedPlace:
+            self._packed.setdefault(look.block, []).extend((row, look.row))
+        else:
+            self._waiting[row] = look
+        return row, False
+
+    def _made(self, seen: Seen) -> bytes | None:
+        """Returns the bytes of a row where all of its numbers follow from facts, and are finite."""
+        try:
+            numbers = self._reducer.numbers(seen.result.facts)
+            # The sum is finite only where each of them is.
+            if numbers is not None and math.isfinite(sum(numbers)):
+                return self._row.pack(*numbers)
+        except Exception:  # noqa: BLE001 - reading it alone says why
+            return None
+        return None
+
+    def numbers(self, row: int) -> tuple[float, ...] | None:
+        """Returns the numbers that were made when the tensor was added, if they were (writer thread)."""
+        numbers = self._row.unpack_from(self._numbers, row * self._row.size)
+        return None if math.isnan(sum(numbers)) else numbers
+
+    def read(self) -> ReadRows:
+        """Returns all rows; nothing is added afterwards (writer thread)."""
+        width = len(self.metrics)
+        values = np.frombuffer(self._numbers, np.float64).reshape(-1, width)
+        if not self._packed and not self._waiting:
+            return ReadRows(values, {}, [])
+        reasons: dict[tuple[int, int], str] = {}
+        unread: list[int] = []
+        for block, of_block in self._packed.items():
+            places = np.array(of_block, np.int64).reshape(-1, 2)
+            if not self._fill_in(block, places, values, reasons):
+                unread += places[:, 0].tolist()
+        for row, look in self._waiting.items():
+            made = None if look is None else self._received(look)
+            if made is None:
+                unread.append(row)
+            else:
+                values[row] = made
+        return ReadRows(values, reasons, unread)
+
+    def _received(self, look: Look) -> Array | None:
+        """Returns a row that follows from what a device has sent; None where it has to be read alone."""
+        try:
+            numbers = self._reducer.numbers(look.measured().facts)
+            found = None if numbers is None else np.array(numbers, np.float64)
+        except Exception:  # noqa: BLE001 - reading it alone says why
+            return None
+        return found if found is not None and np.isfinite(found).all() else None
+
+    def _fill_in(
+        self, block: PackedBlock, places: Array, values: Array, reasons: dict[tuple[int, int], str]
+    ) -> bool:
+        """Fills in the rows of a matrix, and returns whether that was possible.
+
+        Args:
+            block: The matrix.
+            places: Rows here, and rows of the matrix.
+            values: Takes the values.
+            reasons: Takes why one is missing.
+        """
+        try:
+            table = block.table(self._reducer)
+        except Exception:  # noqa: BLE001 - reading them alone says why
+            table = None
+        if table is None:
+            return False
+        values[places[:, 0]] = table.values[places[:, 1]]
+        if table.missing:
+            row_of = dict(zip(places[:, 1].tolist(), places[:, 0].tolist(), strict=True))
+            for (row, column), absent in table.missing.items():
+                if row in row_of:
+                    reasons[row_of[row], column] = absent.reason
+        return True
