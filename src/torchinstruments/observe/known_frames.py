@@ -77,7 +77,7 @@ class KnownFrames:
         frame, shapes = self._kept.find(
             # The fields of a `Description`, without the call that makes one.
             [
-                (*kind[:6], backward_index, *kind[6:], names)
+                (*kind[:4], kind.stage.value, kind.tensor_path, backward_index, *kind[6:], names)
                 for kind, names in zip(kinds, metrics, strict=True)
             ],
             shapes,

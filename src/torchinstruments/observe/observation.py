@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,8 +65,7 @@ DEFAULT_SIGNALS = frozenset((Signal.OUTPUT, Signal.OUTPUT_GRADIENT))
 """What is measured where nobody asked for anything else."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One call of one layer.
 
     Attributes:
@@ -127,7 +126,15 @@ class Part:
         if len(self.timestamps_us) > place:
             # An interrupt came between what follows, the last time.
             del self.timestamps_us[place:], self.indices[place:]
-        observation = self.known.find(observations[-1] if place else None, kind, shape, reason)
+        before = observations[-1] if place else None
+        observation = None if before is None else before.follower
+        if (
+            observation is None
+            or observation.kind != kind
+            or observation.shape != shape
+            or observation.reason != reason
+        ):
+            observation = self.known.find(before, kind, shape, reason)
         self.timestamps_us.append(timestamp_us)
         self.indices.append(index)
         observations.append(observation)
@@ -143,8 +150,6 @@ class Part:
 
 
 _INTEGERS = frozenset({int})
-_STAGE_TEXTS = {stage: stage.value for stage in Stage}
-"""To ask an enumeration for a value takes longer."""
 
 
 def _always() -> bool:
@@ -341,7 +346,7 @@ class Delivery:
                 total=one.total,
                 total_of_squares=one.total_of_squares,
                 unavailable_reason=one.unavailable_reason,
-                stage=kind.stage,
+                stage=kind.stage.value,
             )
 
 
@@ -390,6 +395,7 @@ def _look(
 ) -> Observation:
     """Returns the observation of a tensor, with its numbers in the part's batch, if there is one."""
     timestamp_us = time.time_ns() // 1000
+    layer, call_index, mode, grad_enabled, execution, plain_scope = call
     replica_key = ""
     with unintercepted():
         device = tensor.device
@@ -400,18 +406,33 @@ def _look(
             local, scope, index, reason = tensor, Scope.UNKNOWN, -1, admitted.reason
         else:
             local, scope = admitted
-            if call.plain_scope is not Scope.LOCAL and scope is Scope.LOCAL:
+            if plain_scope is not Scope.LOCAL and scope is Scope.LOCAL:
                 scope = _scope_of_plain(call, signal, tensor)
             index, reason = -1, ""
             if part is not None:
-                index = part.batch.add(local, histograms=call.layer.index in part.focus)
+                index = part.batch.add(local, histograms=layer.index in part.focus)
             if scope is Scope.LOCAL_SHARD:
                 replica_key = _key_of_part(tensor)
             elif is_piece and scope is Scope.LOCAL:
                 scope = Scope.LOCAL_SHARD
     with unintercepted():
         shape, dtype = _shape(local), _dtype(local)
-    kind = _kind(call, signal, stage, path, scope, replica_key, dtype, _device(device))
+    # The fields of a `Kind`, without the call that makes one.
+    kind = (
+        layer.name,
+        layer.index,
+        call_index,
+        signal,
+        stage,
+        path,
+        mode,
+        grad_enabled,
+        scope,
+        replica_key,
+        execution,
+        dtype,
+        _device(device),
+    )
     if part is None:
         return Observation(Kind._make(kind), shape, reason)
     return part.add(kind, shape, reason, timestamp_us, index)
@@ -486,19 +507,19 @@ def _kind(
     device: str,
 ) -> tuple[Any, ...]:
     """Returns the fields of a `Kind`."""
-    layer = call.layer
+    layer, call_index, mode, grad_enabled, execution, _ = call
     return (
         layer.name,
         layer.index,
-        call.call_index,
+        call_index,
         signal,
-        _STAGE_TEXTS[stage],
+        stage,
         path,
-        call.mode,
-        call.grad_enabled,
+        mode,
+        grad_enabled,
         scope,
         replica_key,
-        call.execution,
+        execution,
         dtype,
         device,
     )

@@ -11,7 +11,7 @@ Nothing here refers to a tensor or a module.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torchinstruments.records import Execution, Scope, Signal
+from torchinstruments.records import Execution, Scope, Signal, Stage
 
 __all__ = ["Kind", "KnownObservations", "Observation"]
 
@@ -20,14 +20,14 @@ _MAX_KINDS = 32_768
 
 
 class Kind(NamedTuple):
-    """What a tensor is, whatever its shape: the fields of a `Description` that a hook knows, in their order.
+    """What a tensor is, whatever its shape: of the fields of a `Description` those that a hook knows.
 
     Attributes:
         layer: Name of the layer.
         layer_index: Its position in the catalog.
         call_index: Ordinal of the call in its forward.
         signal: What was measured.
-        stage: `Stage` of a parameter's gradient, else ``""``.
+        stage: Of a parameter's gradient.
         tensor_path: Path of the tensor.
         mode: ``train`` or ``eval``.
         grad_enabled: Whether gradients were enabled.
@@ -42,7 +42,7 @@ class Kind(NamedTuple):
     layer_index: int
     call_index: int
     signal: Signal
-    stage: str
+    stage: Stage
     tensor_path: str
     mode: str
     grad_enabled: bool
@@ -82,7 +82,7 @@ class KnownObservations:
     def find(
         self, before: Observation | None, kind: tuple[Any, ...], shape: tuple[int, ...], reason: str
     ) -> Observation:
-        """Returns the observation that is of this kind and shape and has this reason.
+        """Returns the observation that is of this kind and shape and has this reason, to follow from now on.
 
         Args:
             before: What was observed before it; None at the beginning.
@@ -91,12 +91,11 @@ class KnownObservations:
             reason: Why nothing was measured, else ``""``.
         """
         known = None if before is None else before.follower
-        is_expected = known is not None and known.kind == kind
-        if known is None or not is_expected:
+        if known is None or known.kind != kind:
             known = self._by_kind.get(kind) or self._new(kind, shape, reason)
         if known.shape != shape or known.reason != reason:
-            known, is_expected = Observation(known.kind, shape, reason, known.follower), False
-        if before is not None and not is_expected:
+            known = Observation(known.kind, shape, reason, known.follower)
+        if before is not None:
             before.follower = known
         return known
 

@@ -40,6 +40,7 @@ from torchinstruments.statistics.histograms import (
     measured_histogram,
 )
 from torchinstruments.statistics.host import measure_on_host
+from torchinstruments.statistics.measured import Measured
 from torchinstruments.statistics.measuring import MAX_SCRATCH_BYTES, FactsReducer
 from torchinstruments.statistics.number_rows import NumberRows
 from torchinstruments.statistics.packing import SmallTensors
@@ -99,8 +100,8 @@ class ScalarBatch:
         self._num_scalars = 0
         looking = [reducer for reducer in self._reducers if isinstance(reducer, FactsReducer)]
         self._looks = bool(looking)
-        self._only = looking[0] if len(looking) == len(self._reducers) == 1 else None
-        self._rows = NumberRows(self._only) if self._only is not None and self._only.metrics else None
+        only = looking[0] if len(looking) == len(self._reducers) == 1 else None
+        self._rows = NumberRows(only) if only is not None and only.metrics else None
         self._is_ordered = any(reducer.is_ordered for reducer in looking)
         self._max_scratch_bytes = min(
             (reducer.max_scratch_bytes for reducer in looking), default=MAX_SCRATCH_BYTES
@@ -121,10 +122,10 @@ class ScalarBatch:
             histograms: Which histograms to take: all of the batch, none, or these.
         """
         wanted = (self._histograms if histograms is True else histograms) or ()
+        if self._rows is not None:
+            return self._add_row(self._rows, tensor, wanted)
         taken = _Tensor({})
         failure = self._take_look(tensor, taken, wanted) if self._looks or wanted else None
-        if self._rows is not None:
-            return self._add_row(self._rows, taken, failure)
         for reducer in self._reducers:
             if isinstance(reducer, FactsReducer):
                 self._derive(reducer, taken, failure)
@@ -192,13 +193,15 @@ class ScalarBatch:
 
     def read(self, index: int) -> MeasuredScalars:
         """Waits for the copy and returns the scalars of one tensor (writer thread, after `seal`)."""
-        numbers = None if self._rows is None else self._rows.numbers(index)
-        if self._rows is not None and numbers is not None:
-            return MeasuredScalars(self._rows.metrics, numbers, ("",) * len(numbers))
-        tensor = self._tensors[index]
-        held = tensor.held
-        if self._only is not None and tensor.look is not None and not held:
-            held = dict.fromkeys(self._only.metrics, Derived(self._only, tensor.look))
+        held: Mapping[str, Held] = self._tensors[index].held if index in self._tensors else {}
+        if self._rows is not None and not held:
+            numbers = self._rows.numbers(index)
+            if numbers is not None:
+                return MeasuredScalars(self._rows.metrics, numbers, ("",) * len(numbers))
+            look = self._rows.look(index)
+            held = dict.fromkeys(
+                self._rows.metrics, _LOST if look is None else Derived(self._rows.reducer, look)
+            )
         values: list[float | None] = []
         reasons: list[str] = []
         source: Held = 0.0
@@ -257,14 +260,23 @@ class ScalarBatch:
             value = found if isinstance(found, Absent) else found.get(_SCALAR, _LOST)
         return None if isinstance(value, Absent) else value
 
-    def _add_row(self, rows: NumberRows, taken: _Tensor, failure: Exception | None) -> int:
-        """Adds a tensor whose values all follow from the look; returns its index, which is its row."""
-        index, is_made = rows.add(taken.look)
+    def _add_row(self, rows: NumberRows, tensor: torch.Tensor, wanted: Sequence[HistogramReducer]) -> int:
+        """Adds a tensor whose values all follow from one look; returns its index, which is its row."""
         self._num_scalars += len(rows.metrics)
-        if not is_made or taken.histograms:
-            if self._only is not None and taken.look is None:
-                self._derive(self._only, taken, failure)
-            self._tensors[index] = taken
+        taken, failure = None, None
+        if wanted:
+            taken = _Tensor({})
+            failure = self._take_look(tensor, taken, wanted)
+        else:
+            try:
+                return rows.add(self._look(tensor, ()))
+            except Exception as error:  # noqa: BLE001 - out of memory, most likely
+                self._on_error(_PROBE, error)
+                taken, failure = _Tensor({}), error
+        if taken.look is None:
+            self._derive(rows.reducer, taken, failure)
+        index = rows.add(taken.look.result if isinstance(taken.look, Seen) else taken.look)
+        self._tensors[index] = taken
         return index
 
     def _take_look(
@@ -281,7 +293,7 @@ class ScalarBatch:
         if not self._looks and not rules:
             return None
         try:
-            taken.look = self._look(tensor, rules)
+            found = self._look(tensor, rules)
         except Exception as error:  # noqa: BLE001 - out of memory, most likely
             reason = reducer_error(error).reason
             taken.histograms = [
@@ -290,21 +302,20 @@ class ScalarBatch:
             ]
             self._on_error(_PROBE, error)
             return error
+        taken.look = Seen(found) if isinstance(found, Measured) else found
         return None
 
-    def _look(self, tensor: torch.Tensor, rules: Sequence[BinRule]) -> Look:
+    def _look(self, tensor: torch.Tensor, rules: Sequence[BinRule]) -> Measured | Look:
         """Takes the cheapest look that a tensor allows."""
         if tensor.device.type == "cpu":
             place = self._small.add(tensor, rules)
             if place is not None:
                 return place
-            return Seen(
-                measure_on_host(
-                    tensor,
-                    is_ordered=self._is_ordered,
-                    rules=rules,
-                    max_scratch_bytes=self._max_scratch_bytes,
-                )
+            return measure_on_host(
+                tensor,
+                is_ordered=self._is_ordered,
+                rules=rules,
+                max_scratch_bytes=self._max_scratch_bytes,
             )
         packed = pack_facts(
             tensor, is_ordered=self._is_ordered, rules=rules, max_scratch_bytes=self._max_scratch_bytes

@@ -12,7 +12,9 @@ from struct import Struct
 
 import numpy as np
 
+from torchinstruments.statistics.facts import Facts
 from torchinstruments.statistics.held import Look, Seen
+from torchinstruments.statistics.measured import Measured
 from torchinstruments.statistics.measuring import FactsReducer
 from torchinstruments.statistics.moments import Array
 from torchinstruments.statistics.packing import PackedBlock, PackedPlace
@@ -43,37 +45,42 @@ class NumberRows:
     """
 
     def __init__(self, reducer: FactsReducer) -> None:
+        self.reducer = reducer
         self.metrics = reducer.metrics
-        self._reducer = reducer
         self._row = Struct(f"{len(self.metrics)}d")
+        self._row_bytes = self._row.size
         self._missing = self._row.pack(*[math.nan] * len(self.metrics))
         self._numbers = bytearray()
         self._packed: dict[PackedBlock, list[int]] = {}
         self._waiting: dict[int, Look | None] = {}
+        self._alone: dict[int, Look | None] | None = None
 
-    def add(self, look: Look | None) -> tuple[int, bool]:
-        """Returns a new row, and whether its numbers are in it (training thread, hot path).
+    def add(self, found: Measured | Look | None) -> int:
+        """Returns a new row (training thread, hot path).
 
         It never raises. An interrupt may leave a row of which nobody knows, and nothing else.
 
         Args:
-            look: At the tensor; None where the row is to be read alone.
+            found: What was measured of the tensor, or will have been; None where it has to be read alone.
         """
-        row = len(self._numbers) // self._row.size
-        made = self._made(look) if type(look) is Seen else None
-        self._numbers += made or self._missing
-        if made is not None:
-            return row, True
-        if type(look) is PackedPlace:
-            self._packed.setdefault(look.block, []).extend((row, look.row))
+        row = len(self._numbers) // self._row_bytes
+        if isinstance(found, Measured):
+            made = self._made(found.facts)
+            self._numbers += self._missing if made is None else made
+            if made is None:
+                self._waiting[row] = Seen(found)
+            return row
+        self._numbers += self._missing
+        if type(found) is PackedPlace:
+            self._packed.setdefault(found.block, []).extend((row, found.row))
         else:
-            self._waiting[row] = look
-        return row, False
+            self._waiting[row] = found
+        return row
 
-    def _made(self, seen: Seen) -> bytes | None:
+    def _made(self, facts: Facts) -> bytes | None:
         """Returns the bytes of a row where all of its numbers follow from facts, and are finite."""
         try:
-            numbers = self._reducer.numbers(seen.result.facts)
+            numbers = self.reducer.numbers(facts)
             # The sum is finite only where each of them is.
             if numbers is not None and math.isfinite(sum(numbers)):
                 return self._row.pack(*numbers)
@@ -82,9 +89,18 @@ class NumberRows:
         return None
 
     def numbers(self, row: int) -> tuple[float, ...] | None:
-        """Returns the numbers that were made when the tensor was added, if they were (writer thread)."""
-        numbers = self._row.unpack_from(self._numbers, row * self._row.size)
+        """Returns the numbers of a row that is filled; None where it is not (writer thread)."""
+        numbers = self._row.unpack_from(self._numbers, row * self._row_bytes)
         return None if math.isnan(sum(numbers)) else numbers
+
+    def look(self, row: int) -> Look | None:
+        """Returns what the numbers of a row are read alone from, which is not filled (writer thread)."""
+        if self._alone is None:
+            self._alone = dict(self._waiting)
+            for block, of_block in self._packed.items():
+                pairs = zip(of_block[::2], of_block[1::2], strict=True)
+                self._alone |= {row: PackedPlace(block, place) for row, place in pairs}
+        return self._alone.get(row)
 
     def read(self) -> ReadRows:
         """Returns all rows; nothing is added afterwards (writer thread)."""
@@ -109,7 +125,7 @@ class NumberRows:
     def _received(self, look: Look) -> Array | None:
         """Returns a row that follows from what a device has sent; None where it has to be read alone."""
         try:
-            numbers = self._reducer.numbers(look.measured().facts)
+            numbers = self.reducer.numbers(look.measured().facts)
             found = None if numbers is None else np.array(numbers, np.float64)
         except Exception:  # noqa: BLE001 - reading it alone says why
             return None
@@ -127,7 +143,7 @@ class NumberRows:
             reasons: Takes why one is missing.
         """
         try:
-            table = block.table(self._reducer)
+            table = block.table(self.reducer)
         except Exception:  # noqa: BLE001 - reading them alone says why
             table = None
         if table is None:
