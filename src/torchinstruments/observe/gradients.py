@@ -33,7 +33,6 @@ from torchinstruments.observe.leaves import gradient_path
 from torchinstruments.observe.observation import (
     Call,
     Delivery,
-    Part,
     Recipe,
     SampleFacts,
     absence_metrics,
@@ -43,6 +42,7 @@ from torchinstruments.observe.observation import (
     take_tensor,
 )
 from torchinstruments.observe.observed import Observation
+from torchinstruments.observe.part import Part
 from torchinstruments.observe.session_protocol import ScaleSource
 from torchinstruments.records import GradSync, Reason, SampleState, ScaleProvenance, Signal
 from torchinstruments.statistics.batching import ScalarBatch

@@ -6,13 +6,13 @@ from torchinstruments.observe.faults import Tally
 from torchinstruments.observe.leaves import Leaves, gradient_path
 from torchinstruments.observe.observation import (
     Call,
-    Part,
     error_reason,
     note_tensor,
     take_absence,
     take_tensor,
 )
 from torchinstruments.observe.observed import Observation
+from torchinstruments.observe.part import Part
 from torchinstruments.records import Reason, Signal
 
 __all__ = ["MAX_OBSERVATIONS", "Intake"]

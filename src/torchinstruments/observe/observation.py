@@ -7,7 +7,6 @@ for each tensor. No delivery holds a tensor of the model.
 """
 
 import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,6 +18,7 @@ import torch
 from torchinstruments.observe.engine import is_capturing_graph
 from torchinstruments.observe.known_frames import KnownFrames
 from torchinstruments.observe.observed import Kind, KnownObservations, Observation
+from torchinstruments.observe.part import Part
 from torchinstruments.observe.selection import Layer
 from torchinstruments.ranks.replicas import key_of_layout
 from torchinstruments.records import (
@@ -48,7 +48,6 @@ __all__ = [
     "DEFAULT_SIGNALS",
     "Call",
     "Delivery",
-    "Part",
     "Recipe",
     "SampleFacts",
     "absence_metrics",
@@ -83,70 +82,6 @@ class Call(NamedTuple):
     grad_enabled: bool
     execution: Execution = Execution.EAGER
     plain_scope: Scope = Scope.LOCAL
-
-
-@dataclass(slots=True)
-class Part:
-    """Observations of one thread, with the batch that their numbers are in.
-
-    Attributes:
-        batch: Their numbers.
-        known: The observations of earlier samples.
-        frames: What the numbers of earlier samples were of (writer thread).
-        histograms: Names of the histograms that are due in this sample.
-        focus: Indices of the layers whose tensors have them, absent ones included; empty where none is due.
-        observations: In execution order.
-        timestamps_us: When each was made: microseconds since the epoch, UTC.
-        indices: The place of each in the batch; -1 where there is a reason.
-    """
-
-    batch: ScalarBatch
-    known: KnownObservations = field(default_factory=KnownObservations)
-    frames: KnownFrames = field(default_factory=KnownFrames)
-    histograms: tuple[str, ...] = ()
-    focus: frozenset[int] = frozenset()
-    observations: list[Observation] = field(default_factory=list)
-    timestamps_us: "array[int]" = field(default_factory=lambda: array("q"))
-    indices: "array[int]" = field(default_factory=lambda: array("q"))
-
-    def add(
-        self, kind: tuple[Any, ...], shape: tuple[int, ...], reason: str, timestamp_us: int, index: int
-    ) -> Observation:
-        """Takes what was observed (training or autograd thread, hot path).
-
-        Args:
-            kind: The fields of a `Kind`.
-            shape: Local shape.
-            reason: Why nothing was measured, else ``""``.
-            timestamp_us: When it was observed: microseconds since the epoch, UTC.
-            index: Its place in the batch; -1 where there is a reason.
-        """
-        observations = self.observations
-        place = len(observations)
-        if len(self.timestamps_us) > place:
-            # An interrupt came between what follows, the last time.
-            del self.timestamps_us[place:], self.indices[place:]
-        before = observations[-1] if place else None
-        observation = None if before is None else before.follower
-        if (
-            observation is None
-            or observation.kind != kind
-            or observation.shape != shape
-            or observation.reason != reason
-        ):
-            observation = self.known.find(before, kind, shape, reason)
-        self.timestamps_us.append(timestamp_us)
-        self.indices.append(index)
-        observations.append(observation)
-        return observation
-
-    def move_last_to(self, place: int) -> None:
-        """Puts the last observation in the place of an earlier one (autograd thread, hot path)."""
-        last = len(self.observations) - 1
-        self.observations[place] = self.observations[last]
-        self.timestamps_us[place] = self.timestamps_us[last]
-        self.indices[place] = self.indices[last]
-        del self.observations[last:], self.timestamps_us[last:], self.indices[last:]
 
 
 _INTEGERS = frozenset({int})
@@ -274,13 +209,13 @@ class Delivery:
             ),
             at_step=self.at_step,
         )
-        if any(part.observations for part in self.parts):
-            sample.take_columns(self._columns())
+        parts = [part for part in self.parts if part.observations]
+        if parts:
+            sample.take_columns(self._columns(parts))
         return sample
 
-    def _columns(self) -> MeasurementColumns:
-        """Returns the observations with their numbers."""
-        parts = [part for part in self.parts if part.observations]
+    def _columns(self, parts: Sequence[Part]) -> MeasurementColumns:
+        """Returns the observations of parts with their numbers."""
         tables = [self._table(part) for part in parts]
         if len(parts) == 1:
             (part,), (table,) = parts, tables

@@ -27,7 +27,6 @@ from torchinstruments.observe.gradients import SampleGradients, Traversal
 from torchinstruments.observe.hooks import ParameterHook, take_out
 from torchinstruments.observe.observation import (
     Call,
-    Part,
     SampleFacts,
     error_reason,
     note_absence,
@@ -36,6 +35,7 @@ from torchinstruments.observe.observation import (
     take_tensor,
 )
 from torchinstruments.observe.observed import Observation
+from torchinstruments.observe.part import Part
 from torchinstruments.observe.sharding import ManagedParameters
 from torchinstruments.records import GradSync, Reason, SampleState, Scope, Signal, Stage
 from torchinstruments.statistics.isolation import unintercepted

@@ -7,8 +7,8 @@ as it is read: from the table of its matrix, or from what a device has sent.
 """
 
 import math
-from dataclasses import dataclass
 from struct import Struct
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ from torchinstruments.statistics.packing import PackedBlock, PackedPlace
 __all__ = ["NumberRows", "ReadRows"]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRows:
+class ReadRows(NamedTuple):
     """Rows as far as they can be read together.
 
     Attributes:
@@ -88,6 +87,19 @@ class NumberRows:
             return None
         return None
 
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return len(self._numbers) // self._row_bytes
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether all numbers were made when their tensors were added."""
+        return not self._packed and not self._waiting
+
+    def values(self) -> Array:
+        """Returns the numbers of all rows, one after the other, in place; float64 (writer thread)."""
+        return np.frombuffer(self._numbers, np.float64)
+
     def numbers(self, row: int) -> tuple[float, ...] | None:
         """Returns the numbers of a row that is filled; None where it is not (writer thread)."""
         numbers = self._row.unpack_from(self._numbers, row * self._row_bytes)
@@ -104,10 +116,7 @@ class NumberRows:
 
     def read(self) -> ReadRows:
         """Returns all rows; nothing is added afterwards (writer thread)."""
-        width = len(self.metrics)
-        values = np.frombuffer(self._numbers, np.float64).reshape(-1, width)
-        if not self._packed and not self._waiting:
-            return ReadRows(values, {}, [])
+        values = self.values().reshape(-1, len(self.metrics))
         reasons: dict[tuple[int, int], str] = {}
         unread: list[int] = []
         for block, of_block in self._packed.items():

@@ -7,7 +7,6 @@ tensor is read alone.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -33,8 +32,7 @@ class MeasuredScalars(NamedTuple):
     reasons: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ScalarTable:
+class ScalarTable(NamedTuple):
     """The scalars of many tensors.
 
     Attributes:
@@ -58,13 +56,12 @@ def read_table(
         indices: The row of each tensor; negative for what was not measured.
         read_alone: Returns the scalars of the tensor at a place; called for those that need it.
     """
-    read = rows.read()
-    expected = rows.metrics
-    count = len(indices)
+    expected, count = rows.metrics, len(indices)
     metrics = [expected] * count
-    is_in_order = count == len(read.values) and [*indices] == [*range(count)]
-    if is_in_order and not read.unread and not read.reasons:
-        return ScalarTable(metrics, read.values.reshape(-1), {})
+    is_in_order = count == len(rows) and [*indices] == [*range(count)]
+    if is_in_order and rows.is_filled:
+        return ScalarTable(metrics, rows.values(), {})
+    read = rows.read()
     if is_in_order:
         grid, alone, reasons = read.values, read.unread, read.reasons
     else:
