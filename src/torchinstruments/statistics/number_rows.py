@@ -51,8 +51,9 @@ class NumberRows:
         self._missing = self._row.pack(*[math.nan] * len(self.metrics))
         self._numbers = bytearray()
         self._packed: dict[PackedBlock, list[int]] = {}
-        self._waiting: dict[int, Look | None] = {}
-        self._alone: dict[int, Look | None] | None = None
+        self._waiting: dict[int, Look] = {}
+        self._lone: dict[int, Look | None] = {}
+        self._looks: dict[int, Look | None] | None = None
 
     def add(self, found: Measured | Look | None) -> int:
         """Returns a new row (training thread, hot path).
@@ -67,11 +68,13 @@ class NumberRows:
             made = self._made(found.facts)
             self._numbers += self._missing if made is None else made
             if made is None:
-                self._waiting[row] = Seen(found)
+                self._lone[row] = Seen(found)
             return row
         self._numbers += self._missing
         if type(found) is PackedPlace:
             self._packed.setdefault(found.block, []).extend((row, found.row))
+        elif found is None:
+            self._lone[row] = None
         else:
             self._waiting[row] = found
         return row
@@ -94,7 +97,7 @@ class NumberRows:
     @property
     def is_filled(self) -> bool:
         """Whether all numbers were made when their tensors were added."""
-        return not self._packed and not self._waiting
+        return not (self._packed or self._waiting or self._lone)
 
     def values(self) -> Array:
         """Returns the numbers of all rows, one after the other, in place; float64 (writer thread)."""
@@ -107,38 +110,32 @@ class NumberRows:
 
     def look(self, row: int) -> Look | None:
         """Returns what the numbers of a row are read alone from, which is not filled (writer thread)."""
-        if self._alone is None:
-            self._alone = dict(self._waiting)
+        if self._looks is None:
+            self._looks = self._lone | self._waiting
             for block, of_block in self._packed.items():
                 pairs = zip(of_block[::2], of_block[1::2], strict=True)
-                self._alone |= {row: PackedPlace(block, place) for row, place in pairs}
-        return self._alone.get(row)
+                self._looks |= {row: PackedPlace(block, place) for row, place in pairs}
+        return self._looks.get(row)
 
     def read(self) -> ReadRows:
         """Returns all rows; nothing is added afterwards (writer thread)."""
         values = self.values().reshape(-1, len(self.metrics))
         reasons: dict[tuple[int, int], str] = {}
-        unread: list[int] = []
+        unread = [*self._lone]
         for block, of_block in self._packed.items():
             places = np.array(of_block, np.int64).reshape(-1, 2)
             if not self._fill_in(block, places, values, reasons):
                 unread += places[:, 0].tolist()
         for row, look in self._waiting.items():
-            made = None if look is None else self._received(look)
+            try:
+                made = self._made(look.measured().facts)
+            except Exception:  # noqa: BLE001 - the device failed: reading it alone says why
+                made = None
             if made is None:
                 unread.append(row)
             else:
-                values[row] = made
+                values[row] = np.frombuffer(made)
         return ReadRows(values, reasons, unread)
-
-    def _received(self, look: Look) -> Array | None:
-        """Returns a row that follows from what a device has sent; None where it has to be read alone."""
-        try:
-            numbers = self.reducer.numbers(look.measured().facts)
-            found = None if numbers is None else np.array(numbers, np.float64)
-        except Exception:  # noqa: BLE001 - reading it alone says why
-            return None
-        return found if found is not None and np.isfinite(found).all() else None
 
     def _fill_in(
         self, block: PackedBlock, places: Array, values: Array, reasons: dict[tuple[int, int], str]
