@@ -18,6 +18,7 @@ __all__ = [
     "PROFILE_METRICS",
     "QUARTERS",
     "Facts",
+    "moment_numbers",
     "moment_values",
     "named_values",
     "profile_numbers",
@@ -163,6 +164,22 @@ def moment_values(facts: Facts) -> Mapping[str, float | Absent]:
         }
     values["finite_fraction"] = facts.num_finite / facts.num_entries
     return values
+
+
+def moment_numbers(facts: Facts) -> tuple[float, ...] | None:
+    """Returns the values of `moment_values` in their order (training thread, hot path).
+
+    Returns:
+        None where there is no finite entry, or entries are whole numbers. What float64 cannot hold is not
+        finite.
+    """
+    num_entries, _, num_nonfinite, (mean, std, _, _), low, high, _ = facts
+    if type(low) is not float or num_nonfinite == num_entries:
+        return None
+    if not low <= mean <= high:
+        mean = _mean(facts)
+    finite_fraction = (num_entries - num_nonfinite) / num_entries
+    return mean, std, math.hypot(mean, std), max(abs(low), abs(high)), finite_fraction
 
 
 def _mean(facts: Facts) -> float:

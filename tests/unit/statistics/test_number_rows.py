@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from torchinstruments.records import Absent
-from torchinstruments.statistics.facts import Facts, profile_numbers
+from torchinstruments.statistics.facts import MOMENT_METRICS, Facts, profile_numbers
 from torchinstruments.statistics.held import Look, Seen
 from torchinstruments.statistics.host import measure_on_host
 from torchinstruments.statistics.measured import Measured
@@ -17,6 +17,7 @@ from torchinstruments.statistics.measuring import FactsReducer
 from torchinstruments.statistics.number_rows import NumberRows
 from torchinstruments.statistics.packing import SmallTensors
 from torchinstruments.statistics.profile import ExactProfile
+from torchinstruments.statistics.reducers import MomentReducer
 
 
 def measured(tensor: torch.Tensor) -> Measured:
@@ -61,6 +62,38 @@ class Wrong(FactsReducer):
         if facts.num_entries == 1:
             raise ValueError("one entry")
         return {2: (1.0,), 3: (1.0, 2.0, 3.0), 4: (1.0, math.inf), 5: (-2.0, 7.0), 6: None}[facts.num_entries]
+
+
+@pytest.mark.parametrize(
+    "reducer", [ExactProfile(), *(MomentReducer(metric=metric) for metric in MOMENT_METRICS)], ids=str
+)
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(5001),
+        torch.randn(5000).to(torch.bfloat16),
+        torch.full((5000,), 0.1),
+        -torch.zeros(5),
+        torch.tensor([1.5, math.nan, -2.5, math.inf]),
+        torch.full((3,), math.nan),
+        torch.empty(0),
+        torch.arange(-7, 5002),
+        torch.tensor([2**62, -5]),
+        torch.tensor([-1.7e308, 1.7e308], dtype=torch.float64),
+        torch.tensor([1.7e308, 1.7e308, 1.6e308], dtype=torch.float64),
+        torch.tensor([5e-324, 0.0, 1e-310], dtype=torch.float64),
+    ],
+)
+def test_numbers_are_the_values_to_the_last_bit(reducer: FactsReducer, tensor: torch.Tensor) -> None:
+    """Where they are not all there and finite, which they are not where one is missing, values are asked."""
+    facts = measured(tensor).facts
+    values, numbers = reducer.values(facts), reducer.numbers(facts)
+    assert tuple(values) == reducer.metrics
+    if numbers is None or not np.isfinite(numbers).all():
+        is_missing = any(isinstance(value, Absent) for value in values.values())
+        assert is_missing or not tensor.is_floating_point() or tensor.abs().max() == 1.7e308
+    else:
+        assert np.array(numbers).tobytes() == np.array([*values.values()], np.float64).tobytes()
 
 
 def test_numbers_are_there_as_soon_as_a_tensor_is_added() -> None:
