@@ -263,16 +263,17 @@ class ScalarBatch:
     def _add_row(self, rows: NumberRows, tensor: torch.Tensor, wanted: Sequence[HistogramReducer]) -> int:
         """Adds a tensor whose values all follow from one look; returns its index, which is its row."""
         self._num_scalars += len(rows.metrics)
-        taken, failure = None, None
-        if wanted:
-            taken = _Tensor({})
-            failure = self._take_look(tensor, taken, wanted)
-        else:
+        failure: Exception | None = None
+        if not wanted:
             try:
                 return rows.add(self._look(tensor, ()))
             except Exception as error:  # noqa: BLE001 - out of memory, most likely
                 self._on_error(_PROBE, error)
-                taken, failure = _Tensor({}), error
+                failure = error
+        # One that has histograms, or could not be looked at.
+        taken = _Tensor({})
+        if wanted:
+            failure = self._take_look(tensor, taken, wanted)
         if taken.look is None:
             self._derive(rows.reducer, taken, failure)
         index = rows.add(taken.look.result if isinstance(taken.look, Seen) else taken.look)
