@@ -218,14 +218,9 @@ class Delivery:
         """Returns the observations of parts with their numbers."""
         tables = [self._table(part) for part in parts]
         if len(parts) == 1:
-            (part,), (table,) = parts, tables
-            observations, metrics, values, reasons = (
-                part.observations,
-                table.metrics,
-                table.values,
-                table.reasons,
-            )
-            timestamps_us = np.frombuffer(part.timestamps_us, np.int64, len(observations))
+            observations = parts[0].observations
+            metrics, values, reasons = tables[0]
+            timestamps_us = np.frombuffer(parts[0].timestamps_us, np.int64, len(observations))
         else:
             observations = [one for part in parts for one in part.observations]
             metrics = [names for table in tables for names in table.metrics]
