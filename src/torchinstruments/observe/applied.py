@@ -19,7 +19,6 @@ from torchinstruments.observe.engine import graph_task, is_capturing_graph, is_i
 from torchinstruments.observe.faults import Faults, Tally
 from torchinstruments.observe.observation import (
     Delivery,
-    Part,
     Recipe,
     absence_metrics,
     send_together,
@@ -29,6 +28,7 @@ from torchinstruments.observe.parameters import (
     ParameterGradients,
     take_gradient,
 )
+from torchinstruments.observe.part import Part
 from torchinstruments.observe.session_protocol import ScaleSource
 from torchinstruments.observe.sharding import ManagedParameters
 from torchinstruments.records import GradSync, Position, Reason, ScaleProvenance, Signal, Stage

@@ -13,7 +13,6 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -33,11 +32,11 @@ from torchinstruments.observe.leaves import tensors_given, tensors_in
 from torchinstruments.observe.observation import (
     Call,
     Delivery,
-    Observation,
     SampleFacts,
     error_reason,
     note_tensor,
 )
+from torchinstruments.observe.observed import Observation
 from torchinstruments.observe.parameters import (
     ParameterGradients,
     lack_flattened,
@@ -317,7 +316,7 @@ class SampledForward:
             if not self._intake.has_room():
                 break
             call = self._calls.next(layer)
-            self._intake.lack_call(call if execution is None else replace(call, execution=execution), reason)
+            self._intake.lack_call(call if execution is None else call._replace(execution=execution), reason)
         self._collection_s += time.perf_counter() - started_s
 
     def _watch_returned(self, output: object) -> None:

@@ -33,8 +33,6 @@ from torchinstruments.observe.leaves import gradient_path
 from torchinstruments.observe.observation import (
     Call,
     Delivery,
-    Observation,
-    Part,
     Recipe,
     SampleFacts,
     absence_metrics,
@@ -43,6 +41,8 @@ from torchinstruments.observe.observation import (
     take_absence,
     take_tensor,
 )
+from torchinstruments.observe.observed import Observation
+from torchinstruments.observe.part import Part
 from torchinstruments.observe.session_protocol import ScaleSource
 from torchinstruments.records import GradSync, Reason, SampleState, ScaleProvenance, Signal
 from torchinstruments.statistics.batching import ScalarBatch

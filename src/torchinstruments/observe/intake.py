@@ -6,13 +6,13 @@ from torchinstruments.observe.faults import Tally
 from torchinstruments.observe.leaves import Leaves, gradient_path
 from torchinstruments.observe.observation import (
     Call,
-    Observation,
-    Part,
     error_reason,
     note_tensor,
     take_absence,
     take_tensor,
 )
+from torchinstruments.observe.observed import Observation
+from torchinstruments.observe.part import Part
 from torchinstruments.records import Reason, Signal
 
 __all__ = ["MAX_OBSERVATIONS", "Intake"]
@@ -58,8 +58,7 @@ class Intake:
             return note_tensor(call, signal, path, tensor)
         except Exception as error:  # noqa: BLE001 - the sample goes on with the next tensor
             self._tally.fail(_PROBE, error)
-            take_absence(self.part, call, signal, path, error_reason(error))
-            return self.part.observations[-1]
+            return take_absence(self.part, call, signal, path, error_reason(error))
 
     def lack_gradient(self, call: Call, path: str, reason: str, output: Observation) -> None:
         """Says why the gradient of an output will not come (training thread, hot path)."""

@@ -1,18 +1,24 @@
 """One measured tensor on its way from a hook to a `Measurement`, and the deliveries that carry many of them.
 
-A hook notes at once what belongs to the moment (time, shape, mode) and starts the work on the device. The
-numbers are put in when the writer thread resolves the delivery. No delivery holds a tensor of the model.
+A hook notes at once what belongs to the moment (time, shape, mode) and measures, or starts the work on the
+device. It leaves numbers and times side by side in arrays, and one known object for what they are of, so that
+the writer thread, which holds the interpreter's lock while it resolves a delivery, has next to nothing to do
+for each tensor. No delivery holds a tensor of the model.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from torchinstruments.observe.engine import is_capturing_graph
+from torchinstruments.observe.known_frames import KnownFrames
+from torchinstruments.observe.observed import Kind, KnownObservations, Observation
+from torchinstruments.observe.part import Part
 from torchinstruments.observe.selection import Layer
 from torchinstruments.ranks.replicas import key_of_layout
 from torchinstruments.records import (
@@ -20,7 +26,6 @@ from torchinstruments.records import (
     Execution,
     GradSync,
     HistogramRecord,
-    KeptFrames,
     MeasurementColumns,
     Position,
     Reason,
@@ -43,12 +48,11 @@ __all__ = [
     "DEFAULT_SIGNALS",
     "Call",
     "Delivery",
-    "Observation",
-    "Part",
     "Recipe",
     "SampleFacts",
     "absence_metrics",
     "error_reason",
+    "note_absence",
     "note_tensor",
     "send_together",
     "take_absence",
@@ -60,8 +64,7 @@ DEFAULT_SIGNALS = frozenset((Signal.OUTPUT, Signal.OUTPUT_GRADIENT))
 """What is measured where nobody asked for anything else."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One call of one layer.
 
     Attributes:
@@ -81,62 +84,7 @@ class Call:
     plain_scope: Scope = Scope.LOCAL
 
 
-@dataclass(slots=True)
-class Observation:
-    """One tensor of one call, or why there is none.
-
-    Attributes:
-        call: The call.
-        signal: What was measured.
-        tensor_path: Path of the tensor.
-        timestamp_us: When it was observed: microseconds since the epoch, UTC.
-        scope: What the numbers cover.
-        shape: Local shape.
-        dtype: Without ``torch.``.
-        device: As torch writes it.
-        index: Its place in the batch; -1 where there is a reason.
-        reason: Why nothing was measured, else ``""``.
-        has_histograms: Whether it has those of its part, absent ones included.
-        stage: Of a parameter's gradient.
-        replica_key: Of a part of a sharded tensor: which part, and which ranks have the same.
-    """
-
-    call: Call
-    signal: Signal
-    tensor_path: str
-    timestamp_us: int
-    scope: Scope
-    shape: tuple[int, ...]
-    dtype: str
-    device: str
-    index: int
-    reason: str
-    has_histograms: bool = False
-    stage: Stage = Stage.NONE
-    replica_key: str = ""
-
-
-@dataclass(slots=True)
-class Part:
-    """Observations of one thread, with the batch that their numbers are in.
-
-    Attributes:
-        batch: Their numbers.
-        histograms: Names of the histograms that are due in this sample.
-        focus: Indices of the layers whose tensors have them; empty where none is due.
-        frames: What the numbers of earlier samples were of (writer thread).
-        observations: In execution order.
-    """
-
-    batch: ScalarBatch
-    histograms: tuple[str, ...] = ()
-    focus: frozenset[int] = frozenset()
-    frames: KeptFrames = field(default_factory=KeptFrames)
-    observations: list[Observation] = field(default_factory=list)
-
-
 _INTEGERS = frozenset({int})
-_STAGE_TEXTS = {stage: stage.value for stage in Stage}
 
 
 def _always() -> bool:
@@ -154,6 +102,7 @@ class Recipe:
         focus: Indices of these layers.
         wants_histograms: Asked for each part whether anyone would keep its histograms; must not raise.
         signals: What is measured of the layers.
+        known: The observations of earlier samples.
         frames: What the numbers of earlier samples were of (writer thread).
     """
 
@@ -162,7 +111,8 @@ class Recipe:
     focus: frozenset[int] = frozenset()
     wants_histograms: Callable[[], bool] = _always
     signals: frozenset[Signal] = DEFAULT_SIGNALS
-    frames: KeptFrames = field(default_factory=KeptFrames)
+    known: KnownObservations = field(default_factory=KnownObservations)
+    frames: KnownFrames = field(default_factory=KnownFrames)
 
     def part(self, ordinal: int, on_error: Callable[[str, BaseException], None]) -> Part:
         """Returns an empty part (training or autograd thread, hot path).
@@ -174,9 +124,10 @@ class Recipe:
         due = due_histograms(self.histograms, ordinal) if self.focus and self.wants_histograms() else ()
         return Part(
             ScalarBatch(self.reducers, on_error, histograms=due),
+            self.known,
+            self.frames,
             histograms=tuple([histogram.name for histogram in due]),
             focus=self.focus if due else frozenset(),
-            frames=self.frames,
         )
 
 
@@ -225,7 +176,7 @@ class Delivery:
     @property
     def num_scalars(self) -> int:
         """Scalars that it holds, missing ones included (training thread, hot path)."""
-        absent = sum(observation.index < 0 for part in self.parts for observation in part.observations)
+        absent = sum([part.indices.count(-1) for part in self.parts])
         return sum(part.batch.num_scalars for part in self.parts) + absent * len(self.absence_metrics)
 
     def resolve(self) -> Sample:
@@ -250,57 +201,39 @@ class Delivery:
                 [
                     record
                     for part in self.parts
-                    for observation in part.observations
-                    if observation.has_histograms
-                    for record in self._histograms(part, observation)
+                    if part.focus
+                    for place, observation in enumerate(part.observations)
+                    if observation.kind.layer_index in part.focus
+                    for record in self._histograms(part, place)
                 ]
             ),
             at_step=self.at_step,
         )
-        if any(part.observations for part in self.parts):
-            sample.take_columns(self._columns())
+        parts = [part for part in self.parts if part.observations]
+        if parts:
+            sample.take_columns(self._columns(parts))
         return sample
 
-    def _columns(self) -> MeasurementColumns:
-        """Returns the observations with their numbers."""
-        tables = [self._table(part) for part in self.parts]
-        observations = [one for part in self.parts for one in part.observations]
-        every_metrics = [metrics for table in tables for metrics in table.metrics]
-        backward_index = self.backward_index or 0
-        described = [
-            # The fields of a `Description`, without the call that makes one.
-            (
-                (layer := (call := one.call).layer).name,
-                layer.index,
-                call.call_index,
-                one.signal,
-                _STAGE_TEXTS[one.stage],
-                one.tensor_path,
-                backward_index,
-                call.mode,
-                call.grad_enabled,
-                one.scope,
-                one.replica_key,
-                call.execution,
-                one.dtype,
-                one.device,
-                metrics,
+    def _columns(self, parts: Sequence[Part]) -> MeasurementColumns:
+        """Returns the observations of parts with their numbers."""
+        tables = [self._table(part) for part in parts]
+        if len(parts) == 1:
+            observations = parts[0].observations
+            metrics, values, reasons = tables[0]
+            timestamps_us = np.frombuffer(parts[0].timestamps_us, np.int64, len(observations))
+        else:
+            observations = [one for part in parts for one in part.observations]
+            metrics = [names for table in tables for names in table.metrics]
+            values = np.concatenate([table.values for table in tables])
+            start, reasons = 0, dict[int, str]()
+            for table in tables:
+                reasons |= {start + place: reason for place, reason in table.reasons.items()}
+                start += len(table.values)
+            timestamps_us = np.concatenate(
+                [np.frombuffer(part.timestamps_us, np.int64, len(part.observations)) for part in parts]
             )
-            for one, metrics in zip(observations, every_metrics, strict=True)
-        ]
-        frame, shapes = self.parts[0].frames.find(described, [one.shape for one in observations])
-        reasons: dict[int, str] = {}
-        start = 0
-        for table in tables:
-            reasons |= {start + place: reason for place, reason in table.reasons.items()}
-            start += len(table.values)
-        return MeasurementColumns(
-            frame=frame,
-            shapes=shapes,
-            timestamp_us=np.array([one.timestamp_us for one in observations], np.int64),
-            values=tables[0].values if len(tables) == 1 else np.concatenate([one.values for one in tables]),
-            reasons=reasons,
-        )
+        frame, shapes = parts[0].frames.find(observations, metrics, self.backward_index or 0)
+        return MeasurementColumns(frame, shapes, timestamps_us, values, reasons)
 
     def _table(self, part: Part) -> ScalarTable:
         """Returns the numbers of one part, or why there are none."""
@@ -311,25 +244,26 @@ class Delivery:
                 self.absence_metrics, (None,) * count, (part.observations[place].reason,) * count
             )
 
-        return part.batch.read_all([one.index for one in part.observations], absent)
+        return part.batch.read_all(part.indices[: len(part.observations)], absent)
 
-    def _histograms(self, part: Part, observation: Observation) -> Iterator[HistogramRecord]:
+    def _histograms(self, part: Part, place: int) -> Iterator[HistogramRecord]:
         """Yields the histograms of one observation, or why there are none."""
-        if observation.index < 0:
+        observation, index = part.observations[place], part.indices[place]
+        if index < 0:
             measured = tuple([absent_histogram(name, observation.reason) for name in part.histograms])
         else:
-            measured = part.batch.read_histograms(observation.index)
-        call = observation.call
+            measured = part.batch.read_histograms(index)
+        kind, timestamp_us = observation.kind, part.timestamps_us[place]
         for one in measured:
             yield HistogramRecord(
-                layer=call.layer.name,
-                layer_index=call.layer.index,
-                call_index=call.call_index,
-                signal=observation.signal,
-                tensor_path=observation.tensor_path,
+                layer=kind.layer,
+                layer_index=kind.layer_index,
+                call_index=kind.call_index,
+                signal=kind.signal,
+                tensor_path=kind.tensor_path,
                 backward_index=self.backward_index or 0,
-                timestamp_us=observation.timestamp_us,
-                mode=call.mode,
+                timestamp_us=timestamp_us,
+                mode=kind.mode,
                 name=one.name,
                 edges=one.edges,
                 counts=one.counts,
@@ -342,33 +276,57 @@ class Delivery:
                 total=one.total,
                 total_of_squares=one.total_of_squares,
                 unavailable_reason=one.unavailable_reason,
-                stage=observation.stage.value,
+                stage=kind.stage.value,
             )
 
 
 def take_tensor(
-    part: Part, call: Call, signal: Signal, path: str, tensor: torch.Tensor, stage: Stage = Stage.NONE
+    part: Part,
+    call: Call,
+    signal: Signal,
+    path: str,
+    tensor: torch.Tensor,
+    stage: Stage = Stage.NONE,
+    *,
+    is_piece: bool = False,
 ) -> Observation:
     """Measures a tensor as it is now (training or autograd thread, hot path).
 
     The observation is appended to the part, with the reason where the tensor cannot be measured.
+
+    Args:
+        part: Takes the observation.
+        call: The call.
+        signal: What is measured.
+        path: Path of the tensor.
+        tensor: The tensor.
+        stage: Of a parameter's gradient.
+        is_piece: Whether it is a part of a larger one where it does not say so itself.
     """
-    observation = _look(part, call, signal, path, tensor)
-    observation.stage = stage
-    part.observations.append(observation)
-    return observation
+    return _look(part, call, signal, path, tensor, stage, is_piece=is_piece)
 
 
-def note_tensor(call: Call, signal: Signal, path: str, tensor: torch.Tensor) -> Observation:
+def note_tensor(
+    call: Call, signal: Signal, path: str, tensor: torch.Tensor, *, is_piece: bool = False
+) -> Observation:
     """Returns what a tensor is, without its numbers and in no part (training thread, hot path)."""
-    return _look(None, call, signal, path, tensor)
+    return _look(None, call, signal, path, tensor, Stage.NONE, is_piece=is_piece)
 
 
-def _look(part: Part | None, call: Call, signal: Signal, path: str, tensor: torch.Tensor) -> Observation:
+def _look(
+    part: Part | None,
+    call: Call,
+    signal: Signal,
+    path: str,
+    tensor: torch.Tensor,
+    stage: Stage,
+    *,
+    is_piece: bool,
+) -> Observation:
     """Returns the observation of a tensor, with its numbers in the part's batch, if there is one."""
     timestamp_us = time.time_ns() // 1000
+    layer, call_index, mode, grad_enabled, execution, plain_scope = call
     replica_key = ""
-    in_focus = part is not None and call.layer.index in part.focus
     with unintercepted():
         device = tensor.device
     with functions_off(), isolated(device.type):
@@ -378,26 +336,36 @@ def _look(part: Part | None, call: Call, signal: Signal, path: str, tensor: torc
             local, scope, index, reason = tensor, Scope.UNKNOWN, -1, admitted.reason
         else:
             local, scope = admitted
-            if call.plain_scope is not Scope.LOCAL and scope is Scope.LOCAL:
+            if plain_scope is not Scope.LOCAL and scope is Scope.LOCAL:
                 scope = _scope_of_plain(call, signal, tensor)
-            index, reason = -1 if part is None else part.batch.add(local, histograms=in_focus), ""
-            replica_key = _key_of_part(tensor) if scope is Scope.LOCAL_SHARD else ""
+            index, reason = -1, ""
+            if part is not None:
+                index = part.batch.add(local, histograms=layer.index in part.focus)
+            if scope is Scope.LOCAL_SHARD:
+                replica_key = _key_of_part(tensor)
+            elif is_piece and scope is Scope.LOCAL:
+                scope = Scope.LOCAL_SHARD
     with unintercepted():
         shape, dtype = _shape(local), _dtype(local)
-    return Observation(
-        call=call,
-        signal=signal,
-        tensor_path=path,
-        timestamp_us=timestamp_us,
-        scope=scope,
-        shape=shape,
-        dtype=dtype,
-        device=_device(device),
-        index=index,
-        reason=reason,
-        has_histograms=in_focus,
-        replica_key=replica_key,
+    # The fields of a `Kind`, without the call that makes one.
+    kind = (
+        layer.name,
+        layer.index,
+        call_index,
+        signal,
+        stage,
+        path,
+        mode,
+        grad_enabled,
+        scope,
+        replica_key,
+        execution,
+        dtype,
+        _device(device),
     )
+    if part is None:
+        return Observation(Kind._make(kind), shape, reason)
+    return part.add(kind, shape, reason, timestamp_us, index)
 
 
 def take_absence(
@@ -408,7 +376,7 @@ def take_absence(
     reason: str,
     like: Observation | None = None,
     stage: Stage = Stage.NONE,
-) -> None:
+) -> Observation:
     """Notes that there is nothing to measure, and why (training or autograd thread, hot path).
 
     Args:
@@ -420,23 +388,17 @@ def take_absence(
         like: An observation that lends its shape, dtype, device and scope.
         stage: Of a parameter's gradient.
     """
-    part.observations.append(
-        Observation(
-            call=call,
-            signal=signal,
-            tensor_path=path,
-            timestamp_us=time.time_ns() // 1000,
-            scope=Scope.UNKNOWN if like is None else like.scope,
-            shape=() if like is None else like.shape,
-            dtype="" if like is None else like.dtype,
-            device="" if like is None else like.device,
-            index=-1,
-            reason=reason,
-            has_histograms=call.layer.index in part.focus,
-            stage=stage,
-            replica_key="" if like is None else like.replica_key,
-        )
-    )
+    timestamp_us = time.time_ns() // 1000
+    if like is None:
+        return part.add(_kind(call, signal, stage, path, *_OF_NOTHING), (), reason, timestamp_us, -1)
+    lent = like.kind
+    kind = _kind(call, signal, stage, path, lent.scope, lent.replica_key, lent.dtype, lent.device)
+    return part.add(kind, like.shape, reason, timestamp_us, -1)
+
+
+def note_absence(call: Call, signal: Signal, path: str, reason: str) -> Observation:
+    """Returns that there is nothing yet, and why, in no part (training thread, hot path)."""
+    return Observation(Kind._make(_kind(call, signal, Stage.NONE, path, *_OF_NOTHING)), (), reason)
 
 
 def absence_metrics(reducers: Sequence[Reducer]) -> tuple[str, ...]:
@@ -459,6 +421,38 @@ def send_together(transfer: Transfer, on_error: Callable[[str, BaseException], N
 def error_reason(error: BaseException) -> str:
     """Returns the reason code of an exception while a tensor was measured."""
     return Reason.REDUCER_ERROR.with_error(error)
+
+
+_OF_NOTHING = (Scope.UNKNOWN, "", "", "")
+
+
+def _kind(
+    call: Call,
+    signal: Signal,
+    stage: Stage,
+    path: str,
+    scope: Scope,
+    replica_key: str,
+    dtype: str,
+    device: str,
+) -> tuple[Any, ...]:
+    """Returns the fields of a `Kind`."""
+    layer, call_index, mode, grad_enabled, execution, _ = call
+    return (
+        layer.name,
+        layer.index,
+        call_index,
+        signal,
+        stage,
+        path,
+        mode,
+        grad_enabled,
+        scope,
+        replica_key,
+        execution,
+        dtype,
+        device,
+    )
 
 
 def _scope_of_plain(call: Call, signal: Signal, tensor: torch.Tensor) -> Scope:

@@ -27,14 +27,15 @@ from torchinstruments.observe.gradients import SampleGradients, Traversal
 from torchinstruments.observe.hooks import ParameterHook, take_out
 from torchinstruments.observe.observation import (
     Call,
-    Observation,
-    Part,
     SampleFacts,
     error_reason,
+    note_absence,
     note_tensor,
     take_absence,
     take_tensor,
 )
+from torchinstruments.observe.observed import Observation
+from torchinstruments.observe.part import Part
 from torchinstruments.observe.sharding import ManagedParameters
 from torchinstruments.records import GradSync, Reason, SampleState, Scope, Signal, Stage
 from torchinstruments.statistics.isolation import unintercepted
@@ -324,7 +325,7 @@ class ParameterGradients:
         came = self._came.setdefault(traversal.task, {})
         before = came.get(index)
         if before is not None and before[0] is part:
-            part.observations[before[1]] = part.observations.pop()
+            part.move_last_to(before[1])
         else:
             came[index] = part, len(part.observations) - 1
 
@@ -360,7 +361,7 @@ class ParameterGradients:
             return target.refusal, target.refusal
         if self._is_withdrawn and not has_come:
             return _LOST, _LOST
-        not_before = Reason.SHARDED.value if target.like.scope is not Scope.LOCAL else _ONCE_REDUCED
+        not_before = Reason.SHARDED.value if target.like.kind.scope is not Scope.LOCAL else _ONCE_REDUCED
         if target.tells:
             return not_before, "" if has_come else self._refusal_of_shard()
         if target.is_left_out and self._grad_sync is GradSync.SYNCED:
@@ -377,8 +378,8 @@ def take_parameters(part: Part, call: Call, managed: ManagedParameters, tally: T
             if is_lazy(parameter):
                 take_absence(part, call, Signal.PARAMETER, name, Reason.UNINITIALISED.value)
                 continue
-            observation = take_tensor(part, call, Signal.PARAMETER, name, parameter)
-            _correct_scope(observation, is_piece=managed.is_piece(parameter))
+            is_piece = managed.is_piece(parameter)
+            take_tensor(part, call, Signal.PARAMETER, name, parameter, is_piece=is_piece)
         except Exception as error:  # noqa: BLE001 - the sample goes on with the next parameter
             tally.fail("forward", error)
             take_absence(part, call, Signal.PARAMETER, name, error_reason(error))
@@ -413,8 +414,9 @@ def take_gradient(part: Part, target: ParameterTarget, stage: Stage, tally: Tall
             has_none = parameter is not None and parameter.numel() == 0
             _absent(part, target, stage, (Reason.EMPTY if has_none else Reason.NO_GRADIENT).value)
             return
-        observation = take_tensor(part, target.call, Signal.PARAMETER_GRADIENT, target.name, gradient, stage)
-        _correct_scope(observation, is_piece=target.like.scope is Scope.LOCAL_SHARD)
+        is_piece = target.like.kind.scope is Scope.LOCAL_SHARD
+        call, name = target.call, target.name
+        take_tensor(part, call, Signal.PARAMETER_GRADIENT, name, gradient, stage, is_piece=is_piece)
     except Exception as error:  # noqa: BLE001 - the sample goes on with the next parameter
         tally.fail(_PROBE, error)
         _absent(part, target, stage, error_reason(error))
@@ -436,12 +438,8 @@ _TAKES_NO_HOOK = (Reason.UNINITIALISED.value, Reason.META_TENSOR.value, Reason.G
 def _note(call: Call, name: str, parameter: torch.Tensor, managed: ManagedParameters) -> Observation:
     """Returns what a parameter is."""
     if is_lazy(parameter):
-        return Observation(
-            call, Signal.PARAMETER, name, 0, Scope.UNKNOWN, (), "", "", -1, Reason.UNINITIALISED.value
-        )
-    observation = note_tensor(call, Signal.PARAMETER, name, parameter)
-    _correct_scope(observation, is_piece=managed.is_piece(parameter))
-    return observation
+        return note_absence(call, Signal.PARAMETER, name, Reason.UNINITIALISED.value)
+    return note_tensor(call, Signal.PARAMETER, name, parameter, is_piece=managed.is_piece(parameter))
 
 
 def _absent(part: Part, target: ParameterTarget, stage: Stage, reason: str) -> None:
@@ -452,9 +450,3 @@ def _absent(part: Part, target: ParameterTarget, stage: Stage, reason: str) -> N
 def _hidden(call: Call) -> list[FlatPart]:
     """Returns what of a layer's own parameters was flattened and has left nothing in its place."""
     return [flat for flat in call.layer.flat_parts or () if not flat.is_registered]
-
-
-def _correct_scope(observation: Observation, *, is_piece: bool) -> None:
-    """Says of a piece that it is one, which the tensor itself does not tell."""
-    if observation.scope is Scope.LOCAL and is_piece:
-        observation.scope = Scope.LOCAL_SHARD

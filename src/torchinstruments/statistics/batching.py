@@ -40,9 +40,16 @@ from torchinstruments.statistics.histograms import (
     measured_histogram,
 )
 from torchinstruments.statistics.host import measure_on_host
+from torchinstruments.statistics.measured import Measured
 from torchinstruments.statistics.measuring import MAX_SCRATCH_BYTES, FactsReducer
+from torchinstruments.statistics.number_rows import NumberRows
 from torchinstruments.statistics.packing import SmallTensors
-from torchinstruments.statistics.reading import MeasuredScalars, ScalarTable, read_table
+from torchinstruments.statistics.reading import (
+    MeasuredScalars,
+    ScalarTable,
+    read_one_by_one,
+    read_table,
+)
 from torchinstruments.statistics.transfer import DeviceNumbers, Transfer
 
 __all__ = ["MeasuredScalars", "ScalarBatch"]
@@ -57,16 +64,14 @@ class _Tensor:
     """What a batch holds of one tensor.
 
     Attributes:
-        held: Values, or what they will come from, by metric; empty where all come from `derived`.
+        held: Values, or what they will come from, by metric; empty where all follow from the look.
         histograms: Those that are there, and the place of each of the others in the look, in one order.
         look: The look at the tensor, where one was taken.
-        derived: The look that all values follow from, by the only reducer; else None.
     """
 
     held: dict[str, Held]
     histograms: list[MeasuredHistogram | tuple[str, int]] = field(default_factory=list)
     look: Look | None = None
-    derived: Look | None = None
 
 
 class ScalarBatch:
@@ -88,15 +93,15 @@ class ScalarBatch:
         self._reducers = tuple(reducers)
         self._on_error = on_error
         self._histograms = tuple(histograms)
-        self._tensors: list[_Tensor] = []
+        self._tensors: dict[int, _Tensor] = {}
         self._scalars: list[Held] = []
         self._devices: dict[torch.device, DeviceNumbers] = {}
         self._small = SmallTensors()
         self._num_scalars = 0
         looking = [reducer for reducer in self._reducers if isinstance(reducer, FactsReducer)]
         self._looks = bool(looking)
-        self._only = looking[0] if len(looking) == len(self._reducers) == 1 else None
-        self._only_metrics = () if self._only is None else self._only.metrics
+        only = looking[0] if len(looking) == len(self._reducers) == 1 else None
+        self._rows = NumberRows(only) if only is not None and only.metrics else None
         self._is_ordered = any(reducer.is_ordered for reducer in looking)
         self._max_scratch_bytes = min(
             (reducer.max_scratch_bytes for reducer in looking), default=MAX_SCRATCH_BYTES
@@ -116,8 +121,10 @@ class ScalarBatch:
             tensor: Detached, plain and measurable, as `admit` returns it.
             histograms: Which histograms to take: all of the batch, none, or these.
         """
-        taken = _Tensor({})
         wanted = (self._histograms if histograms is True else histograms) or ()
+        if self._rows is not None:
+            return self._add_row(self._rows, tensor, wanted)
+        taken = _Tensor({})
         failure = self._take_look(tensor, taken, wanted) if self._looks or wanted else None
         for reducer in self._reducers:
             if isinstance(reducer, FactsReducer):
@@ -130,9 +137,10 @@ class ScalarBatch:
                 self._on_error(_PROBE, error)
             else:
                 self._keep(reducer, results, taken.held)
-        self._tensors.append(taken)
-        self._num_scalars += len(taken.held) if taken.derived is None else len(self._only_metrics)
-        return len(self._tensors) - 1
+        index = len(self._tensors)
+        self._tensors[index] = taken
+        self._num_scalars += len(taken.held)
+        return index
 
     def add_scalar(self, tensor: torch.Tensor) -> int:
         """Takes one number along as it is now; returns the index to read it by (training thread, hot path).
@@ -175,20 +183,25 @@ class ScalarBatch:
             indices: Of the tensors, in the order that is wanted; negative for what was not measured.
             absent: Returns what stands for that, by its place in `indices`.
         """
-        tensors = self._tensors
 
         def read_alone(place: int) -> MeasuredScalars:
             return absent(place) if indices[place] < 0 else self.read(indices[place])
 
-        looks = [None if index < 0 else tensors[index].derived for index in indices]
-        return read_table(self._only, looks, read_alone)
+        if self._rows is None:
+            return read_one_by_one([read_alone(place) for place in range(len(indices))])
+        return read_table(self._rows, indices, read_alone)
 
     def read(self, index: int) -> MeasuredScalars:
         """Waits for the copy and returns the scalars of one tensor (writer thread, after `seal`)."""
-        tensor = self._tensors[index]
-        held = tensor.held
-        if self._only is not None and tensor.derived is not None:
-            held = dict.fromkeys(self._only_metrics, Derived(self._only, tensor.derived))
+        held: Mapping[str, Held] = self._tensors[index].held if index in self._tensors else {}
+        if self._rows is not None and not held:
+            numbers = self._rows.numbers(index)
+            if numbers is not None:
+                return MeasuredScalars(self._rows.metrics, numbers, ("",) * len(numbers))
+            look = self._rows.look(index)
+            held = dict.fromkeys(
+                self._rows.metrics, _LOST if look is None else Derived(self._rows.reducer, look)
+            )
         values: list[float | None] = []
         reasons: list[str] = []
         source: Held = 0.0
@@ -215,8 +228,8 @@ class ScalarBatch:
         It is called on the writer thread, after `seal`. They are in the order in which they were asked for;
         one that could not be had says why.
         """
-        tensor = self._tensors[index]
-        if not tensor.histograms:
+        tensor = self._tensors.get(index)
+        if tensor is None or not tensor.histograms:
             return ()
         measured, failure = None, Absent("")
         try:
@@ -247,6 +260,26 @@ class ScalarBatch:
             value = found if isinstance(found, Absent) else found.get(_SCALAR, _LOST)
         return None if isinstance(value, Absent) else value
 
+    def _add_row(self, rows: NumberRows, tensor: torch.Tensor, wanted: Sequence[HistogramReducer]) -> int:
+        """Adds a tensor whose values all follow from one look; returns its index, which is its row."""
+        self._num_scalars += len(rows.metrics)
+        failure: Exception | None = None
+        if not wanted:
+            try:
+                return rows.add(self._look(tensor, ()))
+            except Exception as error:  # noqa: BLE001 - out of memory, most likely
+                self._on_error(_PROBE, error)
+                failure = error
+        # One that has histograms, or could not be looked at.
+        taken = _Tensor({})
+        if wanted:
+            failure = self._take_look(tensor, taken, wanted)
+        if taken.look is None:
+            self._derive(rows.reducer, taken, failure)
+        index = rows.add(taken.look.result if isinstance(taken.look, Seen) else taken.look)
+        self._tensors[index] = taken
+        return index
+
     def _take_look(
         self, tensor: torch.Tensor, taken: _Tensor, wanted: Sequence[HistogramReducer]
     ) -> Exception | None:
@@ -261,7 +294,7 @@ class ScalarBatch:
         if not self._looks and not rules:
             return None
         try:
-            taken.look = self._look(tensor, rules)
+            found = self._look(tensor, rules)
         except Exception as error:  # noqa: BLE001 - out of memory, most likely
             reason = reducer_error(error).reason
             taken.histograms = [
@@ -270,21 +303,20 @@ class ScalarBatch:
             ]
             self._on_error(_PROBE, error)
             return error
+        taken.look = Seen(found) if isinstance(found, Measured) else found
         return None
 
-    def _look(self, tensor: torch.Tensor, rules: Sequence[BinRule]) -> Look:
+    def _look(self, tensor: torch.Tensor, rules: Sequence[BinRule]) -> Measured | Look:
         """Takes the cheapest look that a tensor allows."""
         if tensor.device.type == "cpu":
             place = self._small.add(tensor, rules)
             if place is not None:
                 return place
-            return Seen(
-                measure_on_host(
-                    tensor,
-                    is_ordered=self._is_ordered,
-                    rules=rules,
-                    max_scratch_bytes=self._max_scratch_bytes,
-                )
+            return measure_on_host(
+                tensor,
+                is_ordered=self._is_ordered,
+                rules=rules,
+                max_scratch_bytes=self._max_scratch_bytes,
             )
         packed = pack_facts(
             tensor, is_ordered=self._is_ordered, rules=rules, max_scratch_bytes=self._max_scratch_bytes
@@ -310,9 +342,6 @@ class ScalarBatch:
         """Adds the metrics of a reducer whose values follow from the look."""
         if failure is not None or taken.look is None:
             self._fail(reducer, failure or RuntimeError("the tensor was not looked at"), taken.held)
-            return
-        if self._only is not None:
-            taken.derived = taken.look
             return
         source = Derived(reducer, taken.look)
         derived = dict.fromkeys(reducer.metrics, source)

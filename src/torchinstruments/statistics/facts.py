@@ -7,7 +7,7 @@ two cannot differ in what a number means. `fact_columns` does the same for many 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchinstruments.records import Absent, Reason
 from torchinstruments.statistics.moments import NO_MOMENTS, Moments
@@ -18,6 +18,7 @@ __all__ = [
     "PROFILE_METRICS",
     "QUARTERS",
     "Facts",
+    "moment_numbers",
     "moment_values",
     "named_values",
     "profile_numbers",
@@ -46,8 +47,7 @@ QUARTERS = (1, 2, 3)
 _OF_FINITE_ENTRIES = PROFILE_METRICS[:7]
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """What was found out about one tensor.
 
     Attributes:
@@ -119,31 +119,30 @@ def named_values(facts: Facts) -> Mapping[str, float | Absent]:
 
 
 def profile_numbers(facts: Facts) -> tuple[float, ...] | None:
-    """Returns the values of `named_values` in their order, where nothing is missing (writer thread).
+    """Returns the values of `named_values` in their order, if nothing is missing (training thread, hot path).
 
-    Written out, since that thread holds the interpreter's lock for every tensor here.
+    Written out, since it is made of every tensor.
 
     Returns:
         None where there is no finite entry, or entries are whole numbers, which are not interpolated in
         floats. What float64 cannot hold is not finite.
     """
-    num_entries, low, high = facts.num_entries, facts.minimum, facts.maximum
-    if type(low) is not float or not facts.quartiles:
+    num_entries, num_zero, num_nonfinite, (mean, std, _, _), low, high, quartiles = facts
+    if type(low) is not float or not quartiles:
         return None
-    (below_25, above_25), (below_50, above_50), (below_75, above_75) = facts.quartiles
-    last = num_entries - facts.num_nonfinite - 1
+    (below_25, above_25), (below_50, above_50), (below_75, above_75) = quartiles
+    last = num_entries - num_nonfinite - 1
     rest_25, rest_50, rest_75 = last % 4, last * 2 % 4, last * 3 % 4
-    mean = facts.moments.mean
     return (
         mean if low <= mean <= high else _mean(facts),
-        facts.moments.std,
+        std,
         low,
         high,
         below_25 + (above_25 - below_25) * (rest_25 / 4) if rest_25 else below_25,
         below_50 + (above_50 - below_50) * (rest_50 / 4) if rest_50 else below_50,
         below_75 + (above_75 - below_75) * (rest_75 / 4) if rest_75 else below_75,
-        facts.num_zero / num_entries,
-        facts.num_nonfinite / num_entries,
+        num_zero / num_entries,
+        num_nonfinite / num_entries,
     )
 
 
@@ -165,6 +164,22 @@ def moment_values(facts: Facts) -> Mapping[str, float | Absent]:
         }
     values["finite_fraction"] = facts.num_finite / facts.num_entries
     return values
+
+
+def moment_numbers(facts: Facts) -> tuple[float, ...] | None:
+    """Returns the values of `moment_values` in their order (training thread, hot path).
+
+    Returns:
+        None where there is no finite entry, or entries are whole numbers. What float64 cannot hold is not
+        finite.
+    """
+    num_entries, _, num_nonfinite, (mean, std, _, _), low, high, _ = facts
+    if type(low) is not float or num_nonfinite == num_entries:
+        return None
+    if not low <= mean <= high:
+        mean = _mean(facts)
+    finite_fraction = (num_entries - num_nonfinite) / num_entries
+    return mean, std, math.hypot(mean, std), max(abs(low), abs(high)), finite_fraction
 
 
 def _mean(facts: Facts) -> float:

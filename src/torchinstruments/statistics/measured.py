@@ -1,6 +1,6 @@
 """What one look at a tensor gives, whichever way it took: on the host, packed with others, or on a device."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchinstruments.statistics.bins import Binned
 from torchinstruments.statistics.facts import Facts
@@ -8,8 +8,7 @@ from torchinstruments.statistics.facts import Facts
 __all__ = ["Measured"]
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(NamedTuple):
     """What one look at a tensor gave.
 
     Attributes:

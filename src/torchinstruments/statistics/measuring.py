@@ -51,7 +51,7 @@ class FactsReducer:
         raise NotImplementedError
 
     def numbers(self, facts: Facts) -> Sequence[float] | None:
-        """Returns the values in the order of `metrics` where nothing is missing (writer thread).
+        """Returns the values in the order of `metrics` where nothing is missing (training thread, hot path).
 
         Returns:
             The numbers of `values`; None, or one that is not finite among them, where `values` has a reason.

@@ -12,8 +12,7 @@ The plain sums, of the entries and of their squares, follow from the same two: a
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +43,7 @@ _LARGE, _SMALL = 2.0**500, 2.0**-450
 """Beyond these a square leaves float64, or comes too near to its end for differences to keep their digits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Moments:
+class Moments(NamedTuple):
     """Sums of entries and what follows from them. What float64 cannot hold is infinite.
 
     Attributes:

@@ -1,23 +1,21 @@
 """The scalars of many tensors, read out into one array (writer thread).
 
-The writer thread holds the interpreter's lock while it reads, and training waits for it. So what most
-tensors have in common, one reducer whose values follow from facts, goes in few steps: rows of matrices by
-index, and what was measured by itself as plain numbers. Any other tensor is read alone.
+The writer thread holds the interpreter's lock while it reads, and training waits for it. What most tensors
+have in common, one reducer whose values follow from facts, lies in rows already (`NumberRows`). Any other
+tensor is read alone.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
 
-from torchinstruments.statistics.held import Look, Seen
-from torchinstruments.statistics.measuring import FactsReducer
 from torchinstruments.statistics.moments import Array
-from torchinstruments.statistics.packing import PackedBlock, PackedPlace
+from torchinstruments.statistics.number_rows import NumberRows, ReadRows
 
-__all__ = ["MeasuredScalars", "ScalarTable", "read_table"]
+__all__ = ["MeasuredScalars", "ScalarTable", "read_one_by_one", "read_table"]
 
 
 class MeasuredScalars(NamedTuple):
@@ -34,8 +32,7 @@ class MeasuredScalars(NamedTuple):
     reasons: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ScalarTable:
+class ScalarTable(NamedTuple):
     """The scalars of many tensors.
 
     Attributes:
@@ -50,23 +47,27 @@ class ScalarTable:
 
 
 def read_table(
-    reducer: FactsReducer | None, looks: Sequence[Look | None], read_alone: Callable[[int], MeasuredScalars]
+    rows: NumberRows, indices: Sequence[int], read_alone: Callable[[int], MeasuredScalars]
 ) -> ScalarTable:
     """Returns the scalars of tensors, in their order.
 
     Args:
-        reducer: What most scalars are of; None where there is no such reducer.
-        looks: What all scalars of each tensor follow from; None where it is something else.
+        rows: What most scalars are in.
+        indices: The row of each tensor; negative for what was not measured.
         read_alone: Returns the scalars of the tensor at a place; called for those that need it.
     """
-    if reducer is None:
-        return _one_by_one([read_alone(place) for place in range(len(looks))])
-    expected = reducer.metrics
-    reasons: dict[tuple[int, int], str] = {}
-    grid, unread = _read_together(reducer, looks, reasons)
-    metrics = [expected] * len(looks)
+    expected, count = rows.metrics, len(indices)
+    metrics = [expected] * count
+    is_in_order = count == len(rows) and [*indices] == [*range(count)]
+    if is_in_order and rows.is_filled:
+        return ScalarTable(metrics, rows.values(), {})
+    read = rows.read()
+    if is_in_order:
+        grid, alone, reasons = read.values, read.unread, read.reasons
+    else:
+        grid, alone, reasons = _chosen(read, np.array(indices, np.int64))
     others: dict[int, Array] = {}
-    for place in unread:
+    for place in alone:
         found = read_alone(place)
         numbers = np.array(found.values, np.float64)  # None becomes NaN
         if found.metrics == expected:
@@ -74,7 +75,7 @@ def read_table(
         else:
             metrics[place], others[place] = found.metrics, numbers
         reasons |= {(place, column): reason for column, reason in enumerate(found.reasons) if reason}
-    values = grid.ravel()
+    values = grid.reshape(-1)
     if others:
         values = np.concatenate([others.get(place, row) for place, row in enumerate(grid)])
     if not reasons:
@@ -85,7 +86,7 @@ def read_table(
     )
 
 
-def _one_by_one(found: Sequence[MeasuredScalars]) -> ScalarTable:
+def read_one_by_one(found: Sequence[MeasuredScalars]) -> ScalarTable:
     """Returns the scalars of tensors that were all read alone."""
     reasons = [*chain.from_iterable([one.reasons for one in found])]
     return ScalarTable(
@@ -95,76 +96,20 @@ def _one_by_one(found: Sequence[MeasuredScalars]) -> ScalarTable:
     )
 
 
-def _read_together(
-    reducer: FactsReducer, looks: Sequence[Look | None], reasons: dict[tuple[int, int], str]
-) -> tuple[Array, list[int]]:
-    """Returns what a reducer makes of tensors, a row each, and which of them have to be read alone.
-
-    Args:
-        reducer: The reducer.
-        looks: What they follow from.
-        reasons: Takes why one is missing, by row and column.
-    """
-    width = len(reducer.metrics)
-    unread: list[int] = []
-    places: list[int] = []
-    rows: list[Sequence[float]] = []
-    packed: dict[PackedBlock, list[tuple[int, int]]] = {}
-    for place, look in enumerate(looks):
-        if type(look) is PackedPlace:
-            packed.setdefault(look.block, []).append((place, look.row))
-            continue
-        numbers = None
-        if look is not None:
-            try:
-                measured = look.result if type(look) is Seen else look.measured()
-                numbers = reducer.numbers(measured.facts)
-            except Exception:  # noqa: BLE001 - reading it alone says why
-                numbers = None
-        if numbers is None:
-            unread.append(place)
-        else:
-            places.append(place)
-            rows.append(numbers)
-    grid = np.fromiter(chain.from_iterable(rows), np.float64, width * len(rows)).reshape(len(rows), width)
-    if not np.isfinite(grid).all():
-        unread += np.array(places)[~np.isfinite(grid).all(axis=1)].tolist()
-    if len(rows) < len(looks):
-        found, grid = grid, np.full((len(looks), width), np.nan)
-        grid[places] = found
-    for block, several in packed.items():
-        if not _read_block(reducer, block, several, grid, reasons):
-            unread += [place for place, _ in several]
-    return grid, unread
-
-
-def _read_block(
-    reducer: FactsReducer,
-    block: PackedBlock,
-    several: Sequence[tuple[int, int]],
-    grid: Array,
-    reasons: dict[tuple[int, int], str],
-) -> bool:
-    """Fills in rows of a matrix, and returns whether that was possible.
-
-    Args:
-        reducer: The reducer.
-        block: The matrix.
-        several: For each tensor its row in `grid` and in the matrix.
-        grid: Takes the values.
-        reasons: Takes why one is missing, by row and column of `grid`.
-    """
-    try:
-        table = block.table(reducer)
-    except Exception:  # noqa: BLE001 - reading them alone says why
-        table = None
-    if table is None:
-        return False
-    places, rows = np.array(several).T
-    grid[places] = table.values[rows]
-    if table.missing:
-        place_of = {row: place for place, row in several}
-        for (row, column), absent in table.missing.items():
-            if row in place_of:
-                reasons[place_of[row], column] = absent.reason
-    return True
+def _chosen(read: ReadRows, indices: Array) -> tuple[Array, list[int], dict[tuple[int, int], str]]:
+    """Returns rows in another order, which of them have to be read alone, and reasons by row and column."""
+    is_measured = indices >= 0
+    grid = np.full((indices.size, read.values.shape[1]), math.nan)
+    grid[is_measured] = read.values[indices[is_measured]]
+    is_alone = ~is_measured
+    if read.unread:
+        is_alone |= np.isin(indices, read.unread)
+    by_row: dict[int, list[tuple[int, str]]] = {}
+    for (row, column), reason in read.reasons.items():
+        by_row.setdefault(row, []).append((column, reason))
+    reasons = {
+        (place, column): reason
+        for place, row in enumerate(indices.tolist() if by_row else ())
+        for column, reason in by_row.get(row, ())
+    }
+    return grid, np.flatnonzero(is_alone).tolist(), reasons

@@ -10,7 +10,7 @@ from torchinstruments.errors import ConfigurationError
 from torchinstruments.records import Absent
 from torchinstruments.statistics.contract import Reducer, Scalar, known_metrics, reducer_name
 from torchinstruments.statistics.fact_columns import FactColumns, ValueTable, moment_table
-from torchinstruments.statistics.facts import EMPTY, MOMENT_METRICS, Facts, moment_values
+from torchinstruments.statistics.facts import EMPTY, MOMENT_METRICS, Facts, moment_numbers, moment_values
 from torchinstruments.statistics.measuring import FactsReducer, look
 from torchinstruments.statistics.profile import ExactProfile
 
@@ -55,6 +55,14 @@ class MomentReducer(FactsReducer):
     def values(self, facts: Facts) -> Mapping[str, float | Absent]:
         """Returns the statistic by its name."""
         return {self.metric: moment_values(facts)[self.metric]}
+
+    @override
+    def numbers(self, facts: Facts) -> Sequence[float] | None:
+        """Returns the statistic where it is not missing."""
+        found = moment_numbers(facts)
+        if found is None:
+            return FactsReducer.numbers(self, facts)
+        return (found[MOMENT_METRICS.index(self.metric)],)
 
     @override
     def table(self, columns: FactColumns) -> ValueTable:

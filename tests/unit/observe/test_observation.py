@@ -118,6 +118,43 @@ def test_an_empty_and_a_meta_tensor_say_what_they_are(session: MemorySession) ->
     assert (set(meta.reasons), meta.shape, meta.device) == ({"meta_tensor"}, (3,), "meta")
 
 
+def test_what_samples_of_a_training_model_are_of_is_the_same_object(session: MemorySession) -> None:
+    """Of a forward and of a backward each, and the numbers are new ones."""
+    layer = nn.Linear(80, 80)
+    model = nn.Sequential(layer, nn.Tanh())
+    observe(model, session)
+    expected: list[float] = []
+    for x in (torch.ones(80, 80), 2 * torch.ones(80, 80)):
+        linear = nn.functional.linear(x, layer.weight, layer.bias).detach().double()
+        expected += [linear.mean().item(), linear.tanh().mean().item()]
+        model(x).sum().backward()
+    first, second = (
+        [sample.columns for sample in session.samples() if sample.ordinal == ordinal] for ordinal in (0, 1)
+    )
+    assert len(first) == len(second) == 2
+    for one, other in zip(first, second, strict=True):
+        assert one is not None
+        assert other is not None
+        assert one.frame is other.frame
+        assert one.shapes is other.shapes == [(80, 80)] * 2
+        assert (one.timestamp_us <= other.timestamp_us).all()
+        assert one.values.shape == other.values.shape == (18,)
+        assert not np.array_equal(one.values, other.values)
+    assert [m.values[0] for m in session.outputs()] == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_is_known_of_tensors_keeps_no_model_alive(session: MemorySession) -> None:
+    """Neither deliveries nor what they share with later ones refer to a layer."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Identity())
+    observe(model, session)
+    model(torch.ones(2)).sum().backward()
+    layer = weakref.ref(model[0])
+    del model
+    gc.collect()
+    assert layer() is None
+    assert {m.layer for m in session.outputs()} == {"0", "1"}
+
+
 def test_layers_in_focus_have_histograms_of_outputs_and_gradients(session: MemorySession) -> None:
     """Each as numpy counts it, with the tensor's identity; other layers have none."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
