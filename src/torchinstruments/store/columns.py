@@ -6,10 +6,10 @@ written from them with ``store_schema=False`` reads back as plain text, exactly 
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import numpy.ma
@@ -32,12 +32,15 @@ from torchinstruments.store.texts import encodable_texts
 
 __all__ = [
     "Columns",
+    "NumberKind",
     "Origin",
     "SampleRow",
+    "columns_of",
     "dictionary",
     "fingerprints_columns",
     "integers",
     "numbers_column",
+    "optional_column",
     "origin_columns",
     "samples_columns",
     "split_into_groups",
@@ -48,12 +51,12 @@ __all__ = [
 
 _Integers = npt.NDArray[np.int64]
 _Codes = npt.NDArray[np.int32]
+NumberKind: TypeAlias = type[np.int32] | type[np.int64] | type[np.float64]
 
 
 _FEW = 1024
 _KINDS = {np.dtype(name): pa.from_numpy_dtype(name) for name in ("int32", "int64", "float64")}
 _STAMP = schema.SAMPLES.field("started_at").type
-_DTYPES = {**{kind: dtype for dtype, kind in _KINDS.items()}, _STAMP: np.dtype("int64")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,25 +106,22 @@ class SampleRow:
 
 
 _SAMPLE_ID = attrgetter("sample_id")
-_SAMPLE_FIELDS = attrgetter(
-    "sample_id",
-    "position.attempt",
-    "position.forward_in_attempt",
-    "position.micro_batch",
-    "position.forward_index",
-    "started_at_us",
-    "state",
-    "num_backwards",
-    "collection_forward_s",
-    "collection_backward_s",
-    "rows",
-    "errors",
-    "modules_expected",
-    "modules_fired",
-)
-"""In the order of the columns of ``samples`` behind those of its origin."""
+_SAMPLES_NAMES = schema.SAMPLES.names
+_IN_POSITION = ("attempt", "forward_in_attempt", "micro_batch", "forward_index")
 
-_SAMPLE_KINDS = schema.IN_MEMORY["samples"].types[3:]
+
+def _fields_of(names: Sequence[str]) -> Callable[[SampleRow], tuple[float, ...]]:
+    """Returns what takes these columns out of a row, more than one."""
+    return attrgetter(*[f"position.{name}" if name in _IN_POSITION else name for name in names])
+
+
+_SAMPLE_NUMBERS: tuple[tuple[type[np.generic], tuple[str, ...]], ...] = (
+    (np.int64, ("sample_id", "forward_index", "started_at_us", "rows")),
+    (np.int32, ("forward_in_attempt", "num_backwards", "errors", "modules_expected", "modules_fired")),
+    (np.float64, ("collection_forward_s", "collection_backward_s")),
+)
+_SAMPLE_FIELDS = tuple([(kind, names, _fields_of(names)) for kind, names in _SAMPLE_NUMBERS])
+"""Columns of ``samples`` that always have a number, by their kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +141,20 @@ class Columns:
 
 def samples_columns(rows: Sequence[SampleRow], origin: Origin) -> Columns:
     """Returns rows of ``samples`` by sample id (writer thread)."""
+    count = len(rows)
     ordered = sorted(rows, key=_SAMPLE_ID)
-    fields = zip(*map(_SAMPLE_FIELDS, ordered), strict=True) if rows else ((),) * len(_SAMPLE_KINDS)
-    columns = [_column(values, kind) for values, kind in zip(fields, _SAMPLE_KINDS, strict=True)]
-    of_origin = _few_of_origin(origin, len(rows)) if len(rows) <= _FEW else origin_columns(origin, len(rows))
-    return Columns(table_of([*of_origin, *columns], "samples"), _even_groups(len(rows)))
+    positions = [row.position for row in ordered]
+    of_origin = _few_of_origin(origin, count) if count <= _FEW else origin_columns(origin, count)
+    columns = dict(zip(_SAMPLES_NAMES, of_origin, strict=False))
+    # Numbers of one kind are made together, since a call takes longer than the few rows of a part.
+    for kind, names, fields in _SAMPLE_FIELDS:
+        matrix = np.array([*map(fields, ordered)], kind).reshape(count, len(names))
+        columns |= zip(names, columns_of(matrix.T), strict=True)
+    columns["started_at"] = columns["started_at_us"].view(_STAMP)
+    columns["attempt"] = optional_column(np.int64, [position.attempt for position in positions])
+    columns["micro_batch"] = optional_column(np.int32, [position.micro_batch for position in positions])
+    columns["state"] = _few_texts(tuple([row.state for row in ordered]))
+    return Columns(table_of([columns[name] for name in _SAMPLES_NAMES], "samples"), _even_groups(count))
 
 
 def steps_columns(records: Sequence[AttemptRecord], origin: Origin) -> Columns:
@@ -211,6 +220,12 @@ def _few_of_origin(origin: Origin, count: int) -> tuple[pa.Array, ...]:
     return tuple(origin_columns(origin, count))
 
 
+@functools.lru_cache(maxsize=32)
+def _few_texts(texts: tuple[str, ...]) -> pa.Array:
+    """Returns texts as a column; parts often have the same few."""
+    return text_column(texts, np.arange(len(texts)))
+
+
 def table_of(columns: Sequence[pa.Array], table: str) -> pa.Table:
     """Returns the rows of a table, of as many columns as it has; their types are the caller's matter.
 
@@ -234,13 +249,28 @@ def numbers_column(values: npt.NDArray[np.generic], kind: pa.DataType | None = N
     return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)], null_count=0)
 
 
-def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Returns a column of a few rows."""
-    if pa.types.is_dictionary(kind):
-        return text_column(values, np.arange(len(values)))
-    if None in values:
-        return pa.array(values, kind)
-    return numbers_column(np.array(values, _DTYPES[kind]), kind)
+def columns_of(matrix: npt.NDArray[np.generic]) -> list[pa.Array]:
+    """Returns the rows of a matrix of numbers as columns."""
+    num_columns, count = matrix.shape
+    kind, memory = _KINDS[matrix.dtype], pa.py_buffer(np.ascontiguousarray(matrix))
+    return [
+        pa.Array.from_buffers(kind, count, [None, memory], null_count=0, offset=place * count)
+        for place in range(num_columns)
+    ]
+
+
+def optional_column(
+    kind: NumberKind, values: Sequence[float | None], rows: _Integers | None = None
+) -> pa.Array:
+    """Returns the numbers at the given indices as a column, all of them for None, with nulls for None."""
+    if None not in values:
+        known = np.array(values, kind)
+        return numbers_column(known if rows is None else known.take(rows))
+    is_missing = np.array([value is None for value in values])
+    known = np.array([0 if value is None else value for value in values], kind)
+    if rows is None:
+        return pa.array(known, mask=is_missing)
+    return pa.array(known.take(rows), mask=is_missing.take(rows))
 
 
 def integers(values: Iterable[int]) -> _Integers:
@@ -258,7 +288,7 @@ def text_column(values: Sequence[str], rows: _Integers | _Codes) -> pa.Array:
     texts = encodable_texts(values)
     indices = np.fromiter((codes.setdefault(text, len(codes)) for text in texts), np.int32, len(texts))
     # Most of them are the same in all rows of a part.
-    gathered = indices[rows] if len(codes) > 1 else np.zeros(len(rows), np.int32)
+    gathered = indices.take(rows) if len(codes) > 1 else np.zeros(len(rows), np.int32)
     return dictionary(gathered, list(codes))
 
 

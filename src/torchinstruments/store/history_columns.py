@@ -10,7 +10,6 @@ first part and in that of an evaluation, one is made.
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +26,12 @@ from torchinstruments.records import (
 from torchinstruments.store import schema
 from torchinstruments.store.columns import (
     Columns,
+    NumberKind,
     Origin,
+    columns_of,
     dictionary,
     numbers_column,
+    optional_column,
     origin_columns,
     split_into_groups,
     table_of,
@@ -49,10 +51,10 @@ _MAX_LAYOUT_ROWS = 2 * schema.MAX_ROW_GROUP_ROWS
 _Integers = npt.NDArray[np.int64]
 _Codes = npt.NDArray[np.int32]
 _Floats = npt.NDArray[np.float64]
-_Kind: TypeAlias = type[np.int32] | type[np.int64] | type[np.float64]
 
 _DESCRIBED_TEXTS = ("layer", "signal", "stage", "tensor_path", "mode", "scope", "replica_key", "execution")
 _DESCRIBED_TEXTS += ("dtype", "device")
+_NAMES = schema.HISTORY.names
 _STAMP = schema.HISTORY.field("timestamp").type
 _NO_VALUES, _NO_STAMPS = np.empty(0, np.float64), np.empty(0, np.int64)
 
@@ -95,11 +97,15 @@ class HistoryColumns:
         missing, reasons = _reasons(deliveries, values, layout)
 
         positions = [sample.position for _, sample in samples]
-        ids = np.array(sample_ids, np.int64).take(layout.delivery)
+        numbers = np.array([sample_ids, [position.forward_index for position in positions]], np.int64)
+        numbers = numbers.take(layout.delivery, axis=1)
+        sample_id, forward_index = columns_of(numbers)
         columns = {
             **layout.columns,
-            "sample_id": numbers_column(ids),
-            "attempt": layout.optional(np.int64, [position.attempt for position in positions]),
+            "sample_id": sample_id,
+            "attempt": optional_column(
+                np.int64, [position.attempt for position in positions], layout.delivery
+            ),
             "forward_in_attempt": layout.kept(
                 "forward_in_attempt", np.int32, [position.forward_in_attempt for position in positions]
             ),
@@ -107,7 +113,7 @@ class HistoryColumns:
                 "micro_batch", np.int32, [position.micro_batch for position in positions]
             ),
             "step_provenance": layout.text([position.step_provenance for position in positions]),
-            "forward_index": layout.optional(np.int64, [position.forward_index for position in positions]),
+            "forward_index": forward_index,
             "timestamp": numbers_column(stamps, _STAMP),
             "grad_sync": layout.text([sample.grad_sync for _, sample in samples]),
             "loss_scale": layout.kept("loss_scale", np.float64, [sample.loss_scale for _, sample in samples]),
@@ -120,9 +126,9 @@ class HistoryColumns:
         }
         folded = values if missing is None else np.where(missing, np.nan, values)
         return Columns(
-            table_of([columns[name] for name in schema.HISTORY.names], "history"),
+            table_of([columns[name] for name in _NAMES], "history"),
             layout.group_rows,
-            layout.keyed(columns, ids, stamps, folded),
+            layout.keyed(columns, numbers[0], stamps, folded),
         )
 
     def _layout(self, frames: list[MeasurementFrame], sample_ids: list[int]) -> "_Layout":
@@ -194,31 +200,21 @@ class _Layout:
             "metric": dictionary(catalog.metric_codes[slot], catalog.metric_names),
         }
         self.no_reason_column = dictionary(np.zeros(self.num_rows, np.int32), [""])
-        self._kept: dict[str, tuple[tuple[bytes, bytes], pa.Array]] = {}
+        self._kept: dict[str, tuple[str, pa.Array]] = {}
         self._keys: KeyColumns | None = None
         self._scales: tuple[pa.Array, _Floats] | None = None
         self._texts: dict[str, pa.Array] = {}
         self._shapes: list[Shapes] | None = None
         self._shape_column = dictionary(np.zeros(0, np.int32), [])
 
-    def optional(self, kind: _Kind, values: Sequence[float | None]) -> pa.Array:
-        """Returns what each delivery has as a column, with nulls where that is None."""
-        return self._gathered(*_known(kind, values))
-
-    def kept(self, name: str, kind: _Kind, values: Sequence[float | None]) -> pa.Array:
-        """Returns `optional`, the same column as the last time where the deliveries have the same."""
-        known, is_missing = _known(kind, values)
-        # As bytes, since there are two zeros, and what is not a number equals nothing.
-        key = (known.tobytes(), b"" if is_missing is None else is_missing.tobytes())
+    def kept(self, name: str, kind: NumberKind, values: Sequence[float | None]) -> pa.Array:
+        """Returns what each delivery has as a column; the same as the last time where they have the same."""
+        # As text, since there are two zeros, and what is not a number equals nothing.
+        key = repr(values)
         kept = self._kept.get(name)
         if kept is None or kept[0] != key:
-            kept = self._kept[name] = (key, self._gathered(known, is_missing))
+            kept = self._kept[name] = (key, optional_column(kind, values, self.delivery))
         return kept[1]
-
-    def _gathered(self, known: npt.NDArray[Any], is_missing: npt.NDArray[np.bool_] | None) -> pa.Array:
-        if is_missing is None:
-            return numbers_column(known.take(self.delivery))
-        return pa.array(known.take(self.delivery), mask=is_missing.take(self.delivery))
 
     def keyed(
         self, columns: Mapping[str, pa.Array], ids: _Integers, stamps: _Integers, values: _Floats
@@ -281,13 +277,3 @@ def _reasons(
     reason = reasons.codes[layout.place]
     reason = np.where((reason == reasons.none) & ~finite, reasons.nonfinite, reason)
     return reason != reasons.none, dictionary(reason, reasons.texts)
-
-
-def _known(
-    kind: _Kind, values: Sequence[float | None]
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]:
-    """Returns numbers, 0 where one is None, and where that is; None where it is nowhere."""
-    if None not in values:
-        return np.array(values, kind), None
-    is_missing = np.array([value is None for value in values])
-    return np.array([0 if value is None else value for value in values], kind), is_missing

@@ -2,8 +2,8 @@
 
 Rows are taken as whole parts, just after they were handed to the target, and folded by the arithmetic that
 the merge uses over stored parts; so a rank with one process has the same summary in both. Memory is bounded:
-beyond a number of series nothing is kept of further ones, and their rows are counted by layer. The history has
-them.
+beyond a number of series nothing is kept of further ones, and their rows are counted by layer.
+The history has them.
 """
 
 from collections import Counter
