@@ -30,7 +30,7 @@ MAX_SUMMARY_BYTES = 512 * 2**20
 _SERIES_BYTES = 500
 _WINDOW_ROW_BYTES = 32
 _MAX_WAITING_ROWS = 65_536
-"""Rows that are folded together at most, but for those of one part; some 24 bytes each."""
+"""Rows that are folded together at most, but for those of one part; some 32 bytes each."""
 
 
 def max_series(window: int) -> int:

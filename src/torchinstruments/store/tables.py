@@ -126,10 +126,10 @@ class Tables:
     def write_all(self) -> None:
         """Encodes everything that was taken so far."""
         self._write_history(self._history.take_all())
-        self._fold(self._summaries.fold_rest)
         self._write_samples(self._tallies.take_all())
         self._write_steps(self._steps.take_all())
         self._write_fingerprints(self._fingerprints.take_all())
+        self._fold(self._summaries.fold_rest)
 
     def _write_history(self, deliveries: list[tuple[int, Sample]]) -> None:
         if not deliveries:
