@@ -200,7 +200,7 @@ class _Layout:
             "metric": dictionary(catalog.metric_codes[slot], catalog.metric_names),
         }
         self.no_reason_column = dictionary(np.zeros(self.num_rows, np.int32), [""])
-        self._kept: dict[str, tuple[str, pa.Array]] = {}
+        self._kept: dict[str, tuple[str | Sequence[float | None], pa.Array]] = {}
         self._keys: KeyColumns | None = None
         self._scales: tuple[pa.Array, _Floats] | None = None
         self._texts: dict[str, pa.Array] = {}
@@ -209,8 +209,8 @@ class _Layout:
 
     def kept(self, name: str, kind: NumberKind, values: Sequence[float | None]) -> pa.Array:
         """Returns what each delivery has as a column; the same as the last time where they have the same."""
-        # As text, since there are two zeros, and what is not a number equals nothing.
-        key = repr(values)
+        # As text, since there are two zeros of fractions, and what is not a number equals nothing.
+        key = repr(values) if kind is np.float64 else values
         kept = self._kept.get(name)
         if kept is None or kept[0] != key:
             kept = self._kept[name] = (key, optional_column(kind, values, self.delivery))
@@ -245,7 +245,7 @@ class _Layout:
 
     def text(self, values: Sequence[str]) -> pa.Array:
         """Returns what each delivery has as a column; kept where it is the same code in all of them."""
-        if len(set(values)) != 1:
+        if not values or values.count(values[0]) < len(values):
             return text_column(values, self.delivery)
         column = self._texts.get(values[0])
         if column is None:

@@ -17,8 +17,8 @@ from torchinstruments.store.row_blocks import RowBlock, row_block
 from torchinstruments.store.running_summary import MAX_SERIES, MAX_SUMMARY_BYTES, RunningSummary, max_series
 from torchinstruments.store.series import SeriesIndex
 from torchinstruments.store.summaries import SummaryBuilder
+from unit.store.equal_summaries import same
 from unit.store.material import backward, forward, measurement
-from unit.store.test_sample_grids import same
 
 ORIGIN = Origin(0, 0, "1a2b3c4d")
 _values = st.sampled_from([0.0, -0.0, 1.5, -2.0, None])
