@@ -55,6 +55,8 @@ NumberKind: TypeAlias = type[np.int32] | type[np.int64] | type[np.float64]
 
 
 _FEW = 1024
+"""Rows of a part for which what it has in common with others is kept."""
+
 _KINDS = {np.dtype(name): pa.from_numpy_dtype(name) for name in ("int32", "int64", "float64")}
 _STAMP = schema.SAMPLES.field("started_at").type
 
@@ -144,7 +146,9 @@ def samples_columns(rows: Sequence[SampleRow], origin: Origin) -> Columns:
     count = len(rows)
     ordered = sorted(rows, key=_SAMPLE_ID)
     positions = [row.position for row in ordered]
-    of_origin = _few_of_origin(origin, count) if count <= _FEW else origin_columns(origin, count)
+    states = tuple([row.state for row in ordered])
+    is_few = count <= _FEW
+    of_origin = _few_of_origin(origin, count) if is_few else origin_columns(origin, count)
     columns = dict(zip(_SAMPLES_NAMES, of_origin, strict=False))
     # Numbers of one kind are made together, since a call takes longer than the few rows of a part.
     for kind, names, fields in _SAMPLE_FIELDS:
@@ -153,7 +157,7 @@ def samples_columns(rows: Sequence[SampleRow], origin: Origin) -> Columns:
     columns["started_at"] = columns["started_at_us"].view(_STAMP)
     columns["attempt"] = optional_column(np.int64, [position.attempt for position in positions])
     columns["micro_batch"] = optional_column(np.int32, [position.micro_batch for position in positions])
-    columns["state"] = _few_texts(tuple([row.state for row in ordered]))
+    columns["state"] = _few_texts(states) if is_few else text_column(states, np.arange(count))
     return Columns(table_of([columns[name] for name in _SAMPLES_NAMES], "samples"), _even_groups(count))
 
 

@@ -46,7 +46,7 @@ __all__ = ["HistoryColumns", "history_columns"]
 
 _MAX_LAYOUTS = 4
 _MAX_LAYOUT_ROWS = 2 * schema.MAX_ROW_GROUP_ROWS
-"""Rows of all layouts that are kept; about 120 bytes each, 400 where none shares its tensor or its frame."""
+"""Rows of all layouts that are kept; about 140 bytes each, 400 where none shares its tensor or its frame."""
 
 _Integers = npt.NDArray[np.int64]
 _Codes = npt.NDArray[np.int32]

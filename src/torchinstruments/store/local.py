@@ -196,8 +196,8 @@ class LocalStorage:
         folder, name = os.path.split(target)
         # The kernel allows 255 bytes for a name; a long one is shortened, the rest keeps it apart.
         temporary = os.path.join(folder, f".{name[:40]}.{uuid.uuid4().hex}.tmp")
+        descriptor = _create_below(folder, temporary)
         try:
-            descriptor = _create_below(folder, temporary)
             try:
                 if isinstance(data, bytes):
                     _write_all(descriptor, data)
