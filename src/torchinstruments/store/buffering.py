@@ -150,21 +150,25 @@ class _Tally:
     def add(self, sample: Sample) -> None:
         """Adds one delivery."""
         if sample.at_step:
+            # What a step found changes nothing of how far the forward and its backwards came.
             self.collection_backward_s += sample.collection_s
-        elif sample.backward_index is None:
-            self.collection_forward_s += sample.collection_s
         else:
-            self.collection_backward_s += sample.collection_s
-            self.num_backwards += 1
-        # What a step found changes nothing of how far the forward and its backwards came.
-        is_further = sample.state is not SampleState.FORWARD_COMPLETE or self.num_backwards == 0
-        if is_further and not sample.at_step:
-            self.state = sample.state
+            if sample.backward_index is None:
+                self.collection_forward_s += sample.collection_s
+            else:
+                self.collection_backward_s += sample.collection_s
+                self.num_backwards += 1
+            state = sample.state
+            if self.num_backwards == 0 or state is not SampleState.FORWARD_COMPLETE:
+                self.state = state
         self.rows += num_rows(sample)
         self.errors += sample.errors
-        self.modules_expected = max(self.modules_expected, sample.modules_expected)
-        self.modules_fired = max(self.modules_fired, sample.modules_fired)
-        self.settled |= sample.settled
+        if sample.modules_expected > self.modules_expected:
+            self.modules_expected = sample.modules_expected
+        if sample.modules_fired > self.modules_fired:
+            self.modules_fired = sample.modules_fired
+        if sample.settled:
+            self.settled = True
         self.changed = True
 
     def row(self) -> SampleRow:

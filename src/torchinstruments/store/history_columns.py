@@ -8,7 +8,7 @@ first part and in that of an evaluation, one is made.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -26,19 +26,27 @@ from torchinstruments.records import (
 from torchinstruments.store import schema
 from torchinstruments.store.columns import (
     Columns,
+    NumberKind,
     Origin,
+    columns_of,
     dictionary,
+    numbers_column,
+    optional_column,
     origin_columns,
     split_into_groups,
+    table_of,
     text_column,
 )
 from torchinstruments.store.descriptions import Descriptions, Reasons, interned
+from torchinstruments.store.row_blocks import LATEST_COLUMNS, RowBlock, finite_or_nan
+from torchinstruments.store.sample_grids import KeyColumns, KeyedRows
+from torchinstruments.store.schema import KEY_COLUMNS
 
 __all__ = ["HistoryColumns", "history_columns"]
 
 _MAX_LAYOUTS = 4
 _MAX_LAYOUT_ROWS = 2 * schema.MAX_ROW_GROUP_ROWS
-"""Rows of all layouts that are kept; about 120 bytes each, 400 where none shares its tensor or its frame."""
+"""Rows of all layouts that are kept; about 140 bytes each, 400 where none shares its tensor or its frame."""
 
 _Integers = npt.NDArray[np.int64]
 _Codes = npt.NDArray[np.int32]
@@ -46,7 +54,8 @@ _Floats = npt.NDArray[np.float64]
 
 _DESCRIBED_TEXTS = ("layer", "signal", "stage", "tensor_path", "mode", "scope", "replica_key", "execution")
 _DESCRIBED_TEXTS += ("dtype", "device")
-_SCHEMA = schema.in_memory(schema.HISTORY)
+_NAMES = schema.HISTORY.names
+_STAMP = schema.HISTORY.field("timestamp").type
 _NO_VALUES, _NO_STAMPS = np.empty(0, np.float64), np.empty(0, np.int64)
 
 
@@ -80,39 +89,51 @@ class HistoryColumns:
         deliveries = [
             sample.columns or as_columns(sample.measurements, self._frames) for _, sample in samples
         ]
-        sample_ids = np.fromiter((sample_id for sample_id, _ in samples), np.int64, len(samples))
+        sample_ids = [sample_id for sample_id, _ in samples]
         layout = self._layout([one.frame for one in deliveries], sample_ids)
-        values = np.concatenate([_NO_VALUES, *(one.values for one in deliveries)])[layout.place]
+        values = np.concatenate([_NO_VALUES, *[one.values for one in deliveries]]).take(layout.place)
+        stamps = np.concatenate([_NO_STAMPS, *[one.timestamp_us for one in deliveries]])
+        stamps = stamps.take(layout.measurement)
         missing, reasons = _reasons(deliveries, values, layout)
 
-        delivery = layout.delivery
         positions = [sample.position for _, sample in samples]
-        stamps = np.concatenate([_NO_STAMPS, *(one.timestamp_us for one in deliveries)])[layout.measurement]
-        varying = {
-            "sample_id": pa.array(sample_ids[delivery]),
-            "attempt": _optional(np.int64, [position.attempt for position in positions], delivery),
-            "forward_in_attempt": pa.array(
-                np.array([position.forward_in_attempt for position in positions], np.int32)[delivery]
+        numbers = np.array([sample_ids, [position.forward_index for position in positions]], np.int64)
+        numbers = numbers.take(layout.delivery, axis=1)
+        sample_id, forward_index = columns_of(numbers)
+        columns = {
+            **layout.columns,
+            "sample_id": sample_id,
+            "attempt": optional_column(
+                np.int64, [position.attempt for position in positions], layout.delivery
             ),
-            "micro_batch": _optional(np.int32, [position.micro_batch for position in positions], delivery),
+            "forward_in_attempt": layout.kept(
+                "forward_in_attempt", np.int32, [position.forward_in_attempt for position in positions]
+            ),
+            "micro_batch": layout.kept(
+                "micro_batch", np.int32, [position.micro_batch for position in positions]
+            ),
             "step_provenance": layout.text([position.step_provenance for position in positions]),
-            "forward_index": pa.array(
-                np.array([position.forward_index for position in positions], np.int64)[delivery]
-            ),
-            "timestamp": pa.array(stamps).cast(schema.HISTORY.field("timestamp").type),
+            "forward_index": forward_index,
+            "timestamp": numbers_column(stamps, _STAMP),
             "grad_sync": layout.text([sample.grad_sync for _, sample in samples]),
-            "loss_scale": _optional(np.float64, [sample.loss_scale for _, sample in samples], delivery),
+            "loss_scale": layout.kept("loss_scale", np.float64, [sample.loss_scale for _, sample in samples]),
             "scale_provenance": layout.text([sample.scale_provenance for _, sample in samples]),
             "shape": layout.shape([one.shapes for one in deliveries]),
-            "value": pa.array(values, pa.float64(), mask=missing),
+            "value": numbers_column(values)
+            if missing is None
+            else pa.array(values, pa.float64(), mask=missing),
             "unavailable_reason": reasons,
         }
-        columns = {**layout.columns, **varying}
-        table = pa.Table.from_arrays([columns[name] for name in _SCHEMA.names], schema=_SCHEMA)
-        return Columns(table, layout.group_rows)
+        folded = values if missing is None else np.where(missing, np.nan, values)
+        return Columns(
+            table_of([columns[name] for name in _NAMES], "history"),
+            layout.group_rows,
+            layout.keyed(columns, numbers[0], stamps, folded),
+        )
 
-    def _layout(self, frames: list[MeasurementFrame], sample_ids: _Integers) -> "_Layout":
-        sample_ranks: list[int] = np.unique(sample_ids, return_inverse=True)[1].tolist()
+    def _layout(self, frames: list[MeasurementFrame], sample_ids: list[int]) -> "_Layout":
+        place = {sample_id: rank for rank, sample_id in enumerate(sorted(set(sample_ids)))}
+        sample_ranks = [place[sample_id] for sample_id in sample_ids]
         for layout in self._layouts:
             if layout.frames == frames and layout.sample_ranks == sample_ranks:
                 return layout
@@ -179,13 +200,52 @@ class _Layout:
             "metric": dictionary(catalog.metric_codes[slot], catalog.metric_names),
         }
         self.no_reason_column = dictionary(np.zeros(self.num_rows, np.int32), [""])
+        self._kept: dict[str, tuple[str | Sequence[float | None], pa.Array]] = {}
+        self._keys: KeyColumns | None = None
+        self._scales: tuple[pa.Array, _Floats] | None = None
         self._texts: dict[str, pa.Array] = {}
         self._shapes: list[Shapes] | None = None
         self._shape_column = dictionary(np.zeros(0, np.int32), [])
 
+    def kept(self, name: str, kind: NumberKind, values: Sequence[float | None]) -> pa.Array:
+        """Returns what each delivery has as a column; the same as the last time where they have the same."""
+        # As text, since there are two zeros of fractions, and what is not a number equals nothing.
+        key = repr(values) if kind is np.float64 else values
+        kept = self._kept.get(name)
+        if kept is None or kept[0] != key:
+            kept = self._kept[name] = (key, optional_column(kind, values, self.delivery))
+        return kept[1]
+
+    def keyed(
+        self, columns: Mapping[str, pa.Array], ids: _Integers, stamps: _Integers, values: _Floats
+    ) -> KeyedRows:
+        """Returns the rows of a part as they are folded.
+
+        Args:
+            columns: All of it by name.
+            ids: Sample of each row.
+            stamps: When each was observed.
+            values: NaN where one is missing.
+        """
+        if self._keys is None:
+            batch = pa.RecordBatch.from_arrays([columns[name] for name in KEY_COLUMNS], names=KEY_COLUMNS)
+            self._keys = KeyColumns(batch, same_samples=True)
+        if self._scales is None or self._scales[0] is not columns["loss_scale"]:
+            self._scales = (columns["loss_scale"], finite_or_nan(columns["loss_scale"]))
+        block = RowBlock(
+            series=_NO_STAMPS,
+            sample_id=ids,
+            timestamp_us=stamps,
+            value=values,
+            loss_scale=self._scales[1],
+            reason=columns["unavailable_reason"],
+            latest={name: columns[name] for name in LATEST_COLUMNS},
+        )
+        return KeyedRows(self._keys, block)
+
     def text(self, values: Sequence[str]) -> pa.Array:
         """Returns what each delivery has as a column; kept where it is the same code in all of them."""
-        if len(set(values)) != 1:
+        if not values or values.count(values[0]) < len(values):
             return text_column(values, self.delivery)
         column = self._texts.get(values[0])
         if column is None:
@@ -217,16 +277,3 @@ def _reasons(
     reason = reasons.codes[layout.place]
     reason = np.where((reason == reasons.none) & ~finite, reasons.nonfinite, reason)
     return reason != reasons.none, dictionary(reason, reasons.texts)
-
-
-def _optional(
-    kind: type[np.int32] | type[np.int64] | type[np.float64],
-    values: Sequence[float | None],
-    delivery: _Integers,
-) -> pa.Array:
-    """Returns what each delivery has as a column, with nulls where that is None."""
-    if None not in values:
-        return pa.array(np.array(values, kind)[delivery])
-    is_missing = np.array([value is None for value in values])
-    known = np.array([0 if value is None else value for value in values], kind)
-    return pa.array(known[delivery], mask=is_missing[delivery])

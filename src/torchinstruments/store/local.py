@@ -8,7 +8,6 @@ and end with ``.tmp``; listings leave them out.
 import contextlib
 import errno
 import os
-import shutil
 import stat
 import tempfile
 import uuid
@@ -28,6 +27,7 @@ from torchinstruments.store.urls import local_path
 __all__ = ["LocalStorage", "require_no_link", "sync_folder"]
 
 _COPIED_BYTES = 2**20
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _MAY_PASS = frozenset(
     {
@@ -188,27 +188,45 @@ class LocalStorage:
 
     def _absolute(self, path: str) -> str:
         relative = checked_path(path)
-        return os.path.join(self._root, *relative.split("/")) if relative else self._root
+        return os.path.join(self._root, relative) if relative else self._root
 
     @contextlib.contextmanager
     def _temporary(self, target: str, data: bytes | BinaryIO) -> Generator[str]:
         """Yields the path of a durable temporary file beside the target, and removes what is left of it."""
         folder, name = os.path.split(target)
-        os.makedirs(folder, exist_ok=True)
         # The kernel allows 255 bytes for a name; a long one is shortened, the rest keeps it apart.
         temporary = os.path.join(folder, f".{name[:40]}.{uuid.uuid4().hex}.tmp")
+        descriptor = _create_below(folder, temporary)
         try:
-            with open(temporary, "xb") as file:
+            try:
                 if isinstance(data, bytes):
-                    file.write(data)
+                    _write_all(descriptor, data)
                 else:
-                    shutil.copyfileobj(data, file, _COPIED_BYTES)
-                file.flush()
-                os.fsync(file.fileno())
+                    while piece := data.read(_COPIED_BYTES):
+                        _write_all(descriptor, piece)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
             yield temporary
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
+
+
+def _create_below(folder: str, path: str) -> int:
+    """Returns the descriptor of a new file; its folder is made where it is not there, which is seldom."""
+    try:
+        return os.open(path, _NEW_FILE, 0o666)
+    except FileNotFoundError:
+        os.makedirs(folder, exist_ok=True)
+        return os.open(path, _NEW_FILE, 0o666)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    """Writes bytes without a buffer between, which would take longer to make than a small file to write."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
 
 
 def _path_of(entry: FileInfo) -> str:

@@ -10,13 +10,13 @@ No Arrow schema is stored: with it, readers would see dictionaries where `schema
 """
 
 from collections.abc import Mapping
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from torchinstruments.store import schema
 from torchinstruments.store.columns import Columns
-from torchinstruments.store.schema import MAX_ROW_GROUP_ROWS
 
 __all__ = ["encode_columns", "open_part_writer"]
 
@@ -43,7 +43,8 @@ def encode_columns(columns: Columns, metadata: Mapping[bytes, bytes]) -> bytes:
     with open_part_writer(sink, columns.table.schema) as writer:
         start = 0
         for rows in columns.group_rows:
-            writer.write_table(columns.table.slice(start, rows), row_group_size=rows)
+            group = columns.table if rows == columns.table.num_rows else columns.table.slice(start, rows)
+            writer.write_table(group, row_group_size=rows)
             start += rows
         writer.add_key_value_metadata(dict(metadata))
     return sink.getvalue().to_pybytes()
@@ -56,17 +57,27 @@ def open_part_writer(sink: pa.NativeFile | BinaryIO, table_schema: pa.Schema) ->
         sink: Where the bytes go.
         table_schema: One of `schema.TABLE_SCHEMAS`; text columns may be dictionaries.
     """
+    known = next((options for one, options in _KNOWN_OPTIONS if one.equals(table_schema)), None)
+    return pq.ParquetWriter(sink, table_schema, **(known or _options(table_schema)))
+
+
+def _options(table_schema: pa.Schema) -> dict[str, Any]:
+    """Returns how each column is encoded. A codec stands only for those that have one: it is a call each."""
+    names = table_schema.names
     floats = [field.name for field in table_schema if pa.types.is_floating(field.type)]
-    return pq.ParquetWriter(
-        sink,
-        table_schema,
-        version="2.6",
-        compression={name: "none" if name in _FEW else _COMPRESSION for name in table_schema.names},
-        compression_level={name: _COMPRESSION_LEVEL for name in table_schema.names if name not in _FEW},
-        use_dictionary=[name for name in table_schema.names if name not in (*floats, "digest")],
-        use_byte_stream_split=floats,
-        store_schema=False,
-        write_batch_size=MAX_ROW_GROUP_ROWS,
-        write_page_checksum=True,
-        write_statistics=[name for name in _SKIPPABLE if name in table_schema.names],
-    )
+    compressed = [name for name in names if name not in _FEW]
+    return {
+        "version": "2.6",
+        "compression": dict.fromkeys(compressed, _COMPRESSION),
+        "compression_level": dict.fromkeys(compressed, _COMPRESSION_LEVEL),
+        "use_dictionary": [name for name in names if name not in (*floats, "digest")],
+        "use_byte_stream_split": floats,
+        "store_schema": False,
+        "write_batch_size": schema.MAX_ROW_GROUP_ROWS,
+        "write_page_checksum": True,
+        "write_statistics": [name for name in _SKIPPABLE if name in names],
+    }
+
+
+_KNOWN_OPTIONS = tuple([(one, _options(one)) for one in schema.IN_MEMORY.values()])
+"""Those of the tables, since to find them out takes longer than to open a writer, and parts are many."""

@@ -20,6 +20,7 @@ from torchinstruments.records import (
     error_text,
 )
 from torchinstruments.store import layout
+from torchinstruments.store.columns import Columns
 from torchinstruments.store.index_page import Collected, encode_index
 from torchinstruments.store.rank_result import encode_catalog, encode_result
 from torchinstruments.store.running_summary import RunningSummary
@@ -52,16 +53,27 @@ class RankDocuments:
         else:
             self._backward_deliveries += 1
 
-    def add_rows(self, table: pa.Table) -> None:
-        """Folds rows of ``history`` in the order of their part.
+    def add_rows(self, part: Columns | pa.Table) -> None:
+        """Takes rows of ``history`` in the order of their part, as `RunningSummary.add`.
 
         Raises:
             Exception: They cannot be folded; there will be no summaries, and the page says why.
         """
+        self._fold(lambda: self._summary.add(part))
+
+    def fold_rest(self) -> None:
+        """Folds the rows that were taken and wait.
+
+        Raises:
+            Exception: As `add_rows`.
+        """
+        self._fold(self._summary.fold_rest)
+
+    def _fold(self, fold: Callable[[], None]) -> None:
         if self._trouble:
             return
         try:
-            self._summary.add(table)
+            fold()
         except Exception as error:
             self._trouble = f"{type(error).__name__}: {error}"
             raise

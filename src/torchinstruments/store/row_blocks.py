@@ -12,6 +12,7 @@ __all__ = [
     "LATEST_COLUMNS",
     "SUMMARISED_COLUMNS",
     "RowBlock",
+    "finite_or_nan",
     "floats",
     "integers",
     "microseconds",
@@ -58,6 +59,38 @@ class RowBlock:
             return self
         return dataclasses.replace(self, series=np.tile(self.series, self.num_samples), num_samples=0)
 
+    def part(self, start: int, rows: int, series: npt.NDArray[np.int64], num_samples: int) -> "RowBlock":
+        """Returns some of the rows, as others number them; nothing is copied.
+
+        Args:
+            start: The first one.
+            rows: How many.
+            series: As of a block.
+            num_samples: As of a block.
+        """
+        if rows == len(self.sample_id):
+            return dataclasses.replace(self, series=series, num_samples=num_samples)
+        stop = start + rows
+        return RowBlock(
+            series=series,
+            sample_id=self.sample_id[start:stop],
+            timestamp_us=self.timestamp_us[start:stop],
+            value=self.value[start:stop],
+            loss_scale=self.loss_scale[start:stop],
+            reason=self.reason.slice(start, rows),
+            latest={name: column.slice(start, rows) for name, column in self.latest.items()},
+            num_samples=num_samples,
+        )
+
+    def is_followed_by(self, other: "RowBlock") -> bool:
+        """Whether both are grids of the same series, the other one of later samples alone."""
+        return (
+            self.num_samples > 0
+            and other.num_samples > 0
+            and other.series is self.series
+            and bool(other.sample_id[0] > self.sample_id[-1])
+        )
+
 
 def row_block(batch: pa.RecordBatch, series: npt.NDArray[np.int64], *, num_samples: int = 0) -> RowBlock:
     """Returns the rows of a batch.
@@ -71,8 +104,8 @@ def row_block(batch: pa.RecordBatch, series: npt.NDArray[np.int64], *, num_sampl
         series=series,
         sample_id=integers(batch, "sample_id"),
         timestamp_us=microseconds(batch, "timestamp"),
-        value=_finite_or_nan(batch, "value"),
-        loss_scale=_finite_or_nan(batch, "loss_scale"),
+        value=finite_or_nan(batch.column("value")),
+        loss_scale=finite_or_nan(batch.column("loss_scale")),
         reason=batch.column("unavailable_reason"),
         latest={name: batch.column(name) for name in LATEST_COLUMNS},
         num_samples=num_samples,
@@ -94,10 +127,15 @@ def microseconds(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.int64]:
 
 def floats(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.float64]:
     """Returns a column of numbers as they are, NaN where it is null."""
-    return batch.column(name).to_numpy(zero_copy_only=False).astype(np.float64, copy=False)
+    return _floats(batch.column(name))
 
 
-def _finite_or_nan(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.float64]:
-    values = floats(batch, name)
+def finite_or_nan(column: pa.Array) -> npt.NDArray[np.float64]:
+    """Returns a column of numbers, NaN where one is null or infinite."""
+    values = _floats(column)
     infinite = np.isinf(values)
     return np.where(infinite, np.nan, values) if bool(infinite.any()) else values
+
+
+def _floats(column: pa.Array) -> npt.NDArray[np.float64]:
+    return column.to_numpy(zero_copy_only=False).astype(np.float64, copy=False)

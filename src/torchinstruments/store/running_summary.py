@@ -1,8 +1,9 @@
 """The summaries of one process while it runs: what its own ``result.json`` says in the end.
 
-Rows are folded as whole parts, just after they were handed to the target, by the arithmetic that the merge
-uses over stored parts; so a rank with one process has the same summary in both. Memory is bounded: beyond a
-number of series nothing is kept of further ones, and their rows are counted by layer. The history has them.
+Rows are taken as whole parts, just after they were handed to the target, and folded by the arithmetic that
+the merge uses over stored parts; so a rank with one process has the same summary in both. Memory is bounded:
+beyond a number of series nothing is kept of further ones, and their rows are counted by layer.
+The history has them.
 """
 
 from collections import Counter
@@ -12,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from torchinstruments.store.row_blocks import row_block
+from torchinstruments.store.columns import Columns
+from torchinstruments.store.row_blocks import RowBlock, row_block
 from torchinstruments.store.sample_grids import NumberedRows
 from torchinstruments.store.series import SeriesIndex, texts_of
 from torchinstruments.store.summaries import SeriesSummaries, SummaryBuilder
@@ -27,6 +29,8 @@ MAX_SUMMARY_BYTES = 512 * 2**20
 
 _SERIES_BYTES = 500
 _WINDOW_ROW_BYTES = 32
+_MAX_WAITING_ROWS = 65_536
+"""Rows that are folded together at most, but for those of one part; some 32 bytes each."""
 
 
 def max_series(window: int) -> int:
@@ -47,27 +51,61 @@ class RunningSummary:
         self._rows = NumberedRows(index=SeriesIndex(self.bound))
         self._builder = SummaryBuilder(window)
         self._rows_left_out: Counter[str] = Counter()
+        self._waiting: list[RowBlock] = []
+        self._waiting_rows = 0
 
     @property
     def rows_left_out(self) -> Mapping[str, int]:
         """Rows by layer whose series is beyond the bound."""
         return self._rows_left_out
 
-    def add(self, table: pa.Table) -> None:
-        """Takes rows of ``history`` in the order of their part."""
-        for batch in table.to_batches():
-            for rows, numbers, num_samples in self._rows.stretches(batch):
-                self._add(rows, numbers, num_samples)
+    def add(self, part: Columns | pa.Table) -> None:
+        """Takes rows of ``history`` in the order of their part.
 
-    def _add(self, rows: pa.RecordBatch, numbers: npt.NDArray[np.int64], num_samples: int) -> None:
+        Those of samples that lie alike wait until they are some ten thousand, since each time that rows are
+        folded takes as long as thousands of them.
+
+        Args:
+            part: The rows, best with the arrays that they were made of.
+        """
+        table, keyed = (part.table, part.keyed) if isinstance(part, Columns) else (part, None)
+        for batch in table.to_batches():
+            keys = None if keyed is None else keyed.keys
+            for start, rows, numbers, num_samples in self._rows.stretches(batch, keys):
+                if num_samples and keyed is not None:
+                    self._take(keyed.block.part(start, rows, numbers, num_samples))
+                else:
+                    self._take(self._block(batch.slice(start, rows), numbers, num_samples))
+
+    def fold_rest(self) -> None:
+        """Folds the rows that wait."""
+        blocks = self._waiting
+        self._waiting = []
+        self._waiting_rows = 0
+        if blocks:
+            self._builder.add_following(blocks)
+
+    def _block(self, rows: pa.RecordBatch, numbers: npt.NDArray[np.int64], num_samples: int) -> RowBlock:
         kept = numbers >= 0
         if not bool(kept.all()):
             self._count_left_out(rows, ~kept)
             numbers, rows = numbers[kept], rows.filter(pa.array(kept))
-        self._builder.add(row_block(rows, numbers, num_samples=num_samples))
+        return row_block(rows, numbers, num_samples=num_samples)
+
+    def _take(self, block: RowBlock) -> None:
+        if self._waiting and not self._waiting[-1].is_followed_by(block):
+            self.fold_rest()
+        if not block.num_samples:
+            self._builder.add(block)
+            return
+        self._waiting.append(block)
+        self._waiting_rows += len(block.sample_id)
+        if self._waiting_rows >= _MAX_WAITING_ROWS:
+            self.fold_rest()
 
     def finish(self) -> SeriesSummaries:
         """Returns the summaries so far, sorted by key."""
+        self.fold_rest()
         return self._builder.finish(self._rows.index)
 
     def _count_left_out(self, batch: pa.RecordBatch, left_out: npt.NDArray[np.bool_]) -> None:

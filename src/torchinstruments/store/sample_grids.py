@@ -19,7 +19,7 @@ from torchinstruments.store.row_blocks import RowBlock, integers, row_block
 from torchinstruments.store.schema import KEY_COLUMNS
 from torchinstruments.store.series import SeriesIndex
 
-__all__ = ["KeyColumns", "NumberedRows", "SharedLayouts"]
+__all__ = ["KeyColumns", "KeyedRows", "NumberedRows", "SharedLayouts"]
 
 _MAX_STRETCHES = 8
 _MAX_REMEMBERED = 4
@@ -75,12 +75,27 @@ class KeyColumns:
 
     Args:
         batch: Rows of ``history`` with at least the key columns.
+        same_samples: Whether the samples of all batches lie alike, each as many rows, in ascending order.
     """
 
-    def __init__(self, batch: pa.RecordBatch) -> None:
+    def __init__(self, batch: pa.RecordBatch, *, same_samples: bool = False) -> None:
         self._all = _layout(batch)
+        self._same_samples = same_samples
+        self._found: list[tuple[int, int, int]] | None = None
         self._changes: dict[tuple[int, int, int], list[int]] = {}
         self._samples: dict[tuple[int, int], _Layout] = {}
+
+    def stretches(self, ids: _Integers) -> list[tuple[int, int, int]]:
+        """Returns first row, rows, and samples of equal layout; no sample where the rows are no matrix.
+
+        Args:
+            ids: Sample of each row of a batch.
+        """
+        if not self._same_samples:
+            return list(_stretches(ids, self))
+        if self._found is None:
+            self._found = list(_stretches(ids, self))
+        return self._found
 
     def changes(self, start: int, stop: int, length: int) -> list[int]:
         """Returns which pieces of so many rows of a stretch have other keys than the piece before them."""
@@ -188,38 +203,40 @@ class NumberedRows:
         Raises:
             TooManySeriesError: As `SeriesIndex.number`.
         """
-        for part, numbers, num_samples in self.stretches(batch, keys):
-            yield row_block(part, numbers, num_samples=num_samples)
+        for start, rows, numbers, num_samples in self.stretches(batch, keys):
+            yield row_block(_slice(batch, start, rows), numbers, num_samples=num_samples)
 
     def stretches(
         self, batch: pa.RecordBatch, keys: KeyColumns | None = None
-    ) -> Iterator[tuple[pa.RecordBatch, _Integers, int]]:
-        """Yields the rows with what `row_block` takes beside them; only of no grid may a number be below 0.
+    ) -> Iterator[tuple[int, int, _Integers, int]]:
+        """Yields first row and rows with what `row_block` takes beside them.
+
+        Only of what is no grid may a number be below 0.
 
         Raises:
             TooManySeriesError: As `SeriesIndex.number`.
         """
         keys = KeyColumns(batch) if keys is None else keys
-        for start, rows, num_samples in _stretches(integers(batch, "sample_id"), keys):
-            part = batch if rows == batch.num_rows else batch.slice(start, rows)
+        for start, rows, num_samples in keys.stretches(integers(batch, "sample_id")):
             numbers = None
             if num_samples:
-                length = rows // num_samples
-                numbers = self._numbers(keys.sample(start, start + length), part.slice(0, length))
+                numbers = self._numbers(keys, batch, start, rows // num_samples)
             if numbers is None:
                 self._state = None
-                yield part, self.index.number(part), 0
+                yield start, rows, self.index.number(_slice(batch, start, rows)), 0
             else:
-                yield part, numbers, num_samples
+                yield start, rows, numbers, num_samples
 
-    def _numbers(self, layout: _Layout, sample: pa.RecordBatch) -> _Integers | None:
+    def _numbers(self, keys: KeyColumns, batch: pa.RecordBatch, start: int, rows: int) -> _Integers | None:
         """Returns the series of a sample; None where it has several rows of one, or one beyond the bound."""
+        layout = keys.sample(start, start + rows)
         for other, numbers in self._remembered:
             if layout is other:
                 return numbers
         for other, numbers in self._remembered:
             if layout.is_same(other):
                 return numbers
+        sample = batch.slice(start, rows)
         found = self._shared_numbers(layout, sample)
         if found is None:
             found = self.index.number(sample)
@@ -241,6 +258,23 @@ class NumberedRows:
         else:
             self._state, self.index, numbers = known
         return numbers
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedRows:
+    """Rows of ``history`` as arrays, from whoever made their columns of them.
+
+    Attributes:
+        keys: Their key columns.
+        block: The rows, without the series of each.
+    """
+
+    keys: KeyColumns
+    block: RowBlock
+
+
+def _slice(batch: pa.RecordBatch, start: int, rows: int) -> pa.RecordBatch:
+    return batch if rows == batch.num_rows else batch.slice(start, rows)
 
 
 def _layout(batch: pa.RecordBatch) -> _Layout:

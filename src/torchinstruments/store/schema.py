@@ -8,9 +8,11 @@ from collections.abc import Mapping
 import pyarrow as pa
 
 __all__ = [
+    "AS_STRUCT",
     "FINGERPRINTS",
     "HISTORY",
     "INNER_ORDER",
+    "IN_MEMORY",
     "KEY_COLUMNS",
     "MAX_ROW_GROUP_ROWS",
     "METADATA_KEYS",
@@ -186,3 +188,10 @@ def parse_metadata(raw: Mapping[bytes, bytes] | None) -> dict[str, str]:
         if name.startswith(_PREFIX):
             found[name.removeprefix(_PREFIX)] = value.decode("utf-8", "replace")
     return found
+
+
+IN_MEMORY: Mapping[str, pa.Schema] = {name: in_memory(declared) for name, declared in TABLE_SCHEMAS.items()}
+"""`in_memory` of each table."""
+
+AS_STRUCT: Mapping[str, pa.StructType] = {name: pa.struct(list(one)) for name, one in IN_MEMORY.items()}
+"""The same as the type of one value a row."""

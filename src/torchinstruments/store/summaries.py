@@ -251,11 +251,23 @@ class SummaryBuilder:
         if len(block.series) == 0:
             return
         if block.num_samples:
-            grid = Grid.of(block)
-            if self._windows.has_none_after(grid):
-                self._add_grid(block, grid)
-                return
-            block = block.ungridded()
+            self.add_following([block])
+        else:
+            self._add_rows(block)
+
+    def add_following(self, blocks: Sequence[RowBlock]) -> None:
+        """Takes blocks that are grids, each followed by the next one, as `add` takes one after the other.
+
+        In one go they take little longer than one of them.
+        """
+        grid = Grid.of(*blocks)
+        if self._windows.has_none_after(grid):
+            self._add_grid(blocks, grid)
+        else:
+            for block in blocks:
+                self._add_rows(block.ungridded())
+
+    def _add_rows(self, block: RowBlock) -> None:
         order = _order(block.series, block.sample_id)
         rows = _segments(block, order)
         self._reserve(int(rows.series[-1]) + 1)
@@ -318,8 +330,9 @@ class SummaryBuilder:
         for name, texts in self._texts.items():
             texts.put(rows.series[chosen], block.latest[name], order[chosen])
 
-    def _add_grid(self, block: RowBlock, grid: Grid) -> None:
-        """Takes a grid without a sample older than one that was taken before."""
+    def _add_grid(self, blocks: Sequence[RowBlock], grid: Grid) -> None:
+        """Takes a grid without a sample older than one that was taken before, and what it was made of."""
+        latest = blocks[-1]
         self._reserve(int(grid.series.max()) + 1)
         at, value = grid.at, grid.value
         rows, columns = value.shape
@@ -331,22 +344,24 @@ class SummaryBuilder:
             num_valid = rows - np.isnan(value).sum(axis=0)
         self._minimum.add_grid(grid, lowest, num_valid, has_none, sign=1.0)
         self._maximum.add_grid(grid, highest, num_valid, has_none, sign=-1.0)
-        new, last = np.flatnonzero(is_new), slice((rows - 1) * columns, rows * columns)
+        new, last = np.flatnonzero(is_new), slice(-columns, None)
         if len(new):
-            reasons = _reasons(block.reason, new, value[0, new])
+            reasons = _reasons(blocks[0].reason, new, value[0, new])
             times = grid.timestamp_us[0, new]
             self._first.put(grid.series[new], grid.sample_id[0], times, value[0, new], reasons)
-        reasons = _reasons(block.reason, last, value[-1])
+        reasons = _reasons(latest.reason, last, value[-1])
         self._latest.put(at, grid.sample_id[-1], grid.timestamp_us[-1], value[-1], reasons)
         for name, texts in self._texts.items():
-            texts.put(at, block.latest[name], last)
+            texts.put(at, latest.latest[name], last)
         self._windows.add_grid(grid)
         self._observations[at] += rows
         self._valid[at] += num_valid
-        scale = block.loss_scale.reshape(rows, columns)
-        lowest, highest = np.fmin.reduce(scale, axis=0), np.fmax.reduce(scale, axis=0)
-        self._scale_lowest[at] = np.fmin(self._scale_lowest[at], lowest)
-        self._scale_highest[at] = np.fmax(self._scale_highest[at], highest)
+        # Most often one and the same array in all of them.
+        for scales in {id(block.loss_scale): block.loss_scale for block in blocks}.values():
+            scale = scales.reshape(-1, columns)
+            lowest, highest = np.fmin.reduce(scale, axis=0), np.fmax.reduce(scale, axis=0)
+            self._scale_lowest[at] = np.fmin(self._scale_lowest[at], lowest)
+            self._scale_highest[at] = np.fmax(self._scale_highest[at], highest)
 
     def _add_scales(self, block: RowBlock, order: _Integers, rows: Segments, series: _Integers) -> None:
         scale = block.loss_scale[order]

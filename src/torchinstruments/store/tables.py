@@ -7,6 +7,8 @@ is written just before the first rows of ``history`` of its sample, and at the l
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
 
 import pyarrow as pa
 
@@ -32,6 +34,18 @@ UNSTORABLE = (ValueError, TypeError, OverflowError, AttributeError, pa.ArrowExce
 """What a row that cannot become a column raises."""
 
 
+class RowFolder(Protocol):
+    """Takes the rows of ``history``, for summaries of them."""
+
+    def add_rows(self, part: Columns) -> None:
+        """Takes a part of them, in their order (writer thread)."""
+        ...
+
+    def fold_rest(self) -> None:
+        """Does what was left undone of the rows so far (writer thread)."""
+        ...
+
+
 class Tables:
     """Buffers rows and encodes those that are due (writer thread).
 
@@ -41,7 +55,7 @@ class Tables:
         buffer_rows: So many rows of a table are due at once.
         waiting: Takes parts.
         clock: Clocks.
-        fold: Takes rows of ``history`` in the order of their part.
+        summaries: Take rows of ``history`` in the order of their part.
         part_added: Told of each part.
         failed: Told of what could not be stored.
     """
@@ -54,14 +68,14 @@ class Tables:
         waiting: WaitingParts,
         clock: Clock,
         *,
-        fold: Callable[[pa.Table], None],
+        summaries: RowFolder,
         part_added: Callable[[], None],
         failed: Callable[[Exception], None],
     ) -> None:
         self._claim = claim
         self._waiting = waiting
         self._clock = clock
-        self._fold = fold
+        self._summaries = summaries
         self._part_added = part_added
         self._failed = failed
         self._origin = Origin(claim.generation, identity.rank, identity.process)
@@ -115,6 +129,7 @@ class Tables:
         self._write_samples(self._tallies.take_all())
         self._write_steps(self._steps.take_all())
         self._write_fingerprints(self._fingerprints.take_all())
+        self._fold(self._summaries.fold_rest)
 
     def _write_history(self, deliveries: list[tuple[int, Sample]]) -> None:
         if not deliveries:
@@ -132,8 +147,11 @@ class Tables:
         )
         last = max(deliveries, key=_sample_id)
         self._write("history", columns, last[0], last[1].started_at_us)
+        self._fold(partial(self._summaries.add_rows, columns))
+
+    def _fold(self, fold: Callable[[], None]) -> None:
         try:
-            self._fold(columns.table)
+            fold()
         except (*UNSTORABLE, MemoryError) as error:
             self._failed(error)  # the rows themselves are safe
 

@@ -6,6 +6,7 @@ order across parts, two processes of one rank) are merged by sorting, for the se
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from torchinstruments.store.row_blocks import RowBlock
 __all__ = ["Grid", "Segments", "Windows", "WindowRing"]
 
 _FIRST_CAPACITY = 40
+_Kind = TypeVar("_Kind", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +57,18 @@ class Grid:
     timestamp_us: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, block: RowBlock) -> "Grid":
-        """Returns the rows of a block that is a grid."""
-        series, shape = block.series, (block.num_samples, len(block.series))
+    def of(cls, *blocks: RowBlock) -> "Grid":
+        """Returns the rows of blocks that are grids, each followed by the next one."""
+        series = blocks[0].series
+        shape = (sum([block.num_samples for block in blocks]), len(series))
         first = int(series[0])
         is_run = bool((series == np.arange(first, first + len(series))).all())
         return cls(
             series=series,
             at=slice(first, first + len(series)) if is_run else series,
-            sample_id=block.sample_id[:: len(series)],
-            value=block.value.reshape(shape),
-            timestamp_us=block.timestamp_us.reshape(shape),
+            sample_id=_joined([block.sample_id[:: len(series)] for block in blocks]),
+            value=_joined([block.value for block in blocks]).reshape(shape),
+            timestamp_us=_joined([block.timestamp_us for block in blocks]).reshape(shape),
         )
 
 
@@ -82,6 +85,11 @@ class Windows:
     observations: npt.NDArray[np.int64]
     valid_observations: npt.NDArray[np.int64]
     mean: npt.NDArray[np.float64]
+
+
+def _joined(arrays: list[npt.NDArray[_Kind]]) -> npt.NDArray[_Kind]:
+    """Returns arrays one after the other; a single one as it is."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 class WindowRing:
@@ -127,15 +135,18 @@ class WindowRing:
         first = int(count[0])
         # Column by column they stand at one place as long as each sample had all of them.
         is_even = isinstance(at, slice) and bool((count == first).all())
-        for row in range(max(0, rows - self._places), rows):
-            if is_even:
-                place = (first + row) % self._places
-                self._ids[place, at] = grid.sample_id[row]
-                self._values[place, at] = grid.value[row]
-            else:
-                places = (count + row) % self._places
-                self._ids[places, grid.series] = grid.sample_id[row]
-                self._values[places, grid.series] = grid.value[row]
+        kept = min(rows, self._places)
+        ids, values = grid.sample_id[-kept:, np.newaxis], grid.value[-kept:]
+        if is_even:
+            place = (first + rows - kept) % self._places
+            ahead = min(kept, self._places - place)
+            for ring, new in ((self._ids, ids), (self._values, values)):
+                ring[place : place + ahead, at] = new[:ahead]
+                ring[: kept - ahead, at] = new[ahead:]
+        else:
+            places = (count + np.arange(rows - kept, rows)[:, np.newaxis]) % self._places
+            self._ids[places, grid.series] = ids
+            self._values[places, grid.series] = values
         self._count[at] += rows
         self._last_id[at] = grid.sample_id[-1]
 

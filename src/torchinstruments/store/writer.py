@@ -103,7 +103,7 @@ class RankWriter:
             config.buffer_rows,
             self._waiting,
             self._clock,
-            fold=self._documents.add_rows,
+            summaries=self._documents,
             part_added=self._part_added,
             failed=self._note_failure,
         )

@@ -2,15 +2,20 @@
 
 import io
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchinstruments.store import layout, schema
 from torchinstruments.store.columns import (
     Origin,
+    columns_of,
     fingerprints_columns,
     samples_columns,
     steps_columns,
+    table_of,
 )
 from torchinstruments.store.history_columns import history_columns
 from torchinstruments.store.parts import encode_columns
@@ -19,6 +24,7 @@ from unit.store.material import (
     fingerprint,
     forward,
     measurement,
+    position,
     rows_of,
     sample_row,
 )
@@ -87,3 +93,38 @@ def test_fingerprints_are_stored_by_attempt_with_digests_of_all_64_bits() -> Non
     first = rows_of(columns)[0]
     assert (first["kind"], first["replica_key"], first["shape"]) == ("parameter", "ddp ranks=0-2", "4x2")
     assert (first["dtype"], first["rank"], columns.group_rows) == ("float32", 7, (5,))
+
+
+def test_samples_of_nothing_have_the_declared_columns() -> None:
+    """No row is no reason for other columns."""
+    columns = samples_columns([], ORIGIN)
+
+    assert columns.table.schema.equals(schema.IN_MEMORY["samples"])
+    assert columns.table.num_rows == 0
+
+
+def test_samples_are_stored_where_no_attempt_is_known() -> None:
+    """What nobody knows is null, beside rows where it is known."""
+    unknown = replace(sample_row(1), position=position(attempt=None, micro_batch=None))
+    rows = rows_of(samples_columns([sample_row(0), unknown], ORIGIN))
+
+    assert [(row["attempt"], row["micro_batch"]) for row in rows] == [(0, 0), (None, None)]
+
+
+def test_the_rows_of_a_matrix_become_columns() -> None:
+    """Each row by itself, however the matrix lies in memory."""
+    matrix = np.arange(6, dtype=np.int32).reshape(3, 2)
+
+    assert [column.to_pylist() for column in columns_of(matrix.T)] == [[0, 2, 4], [1, 3, 5]]
+    assert [column.to_pylist() for column in columns_of(matrix)] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_table_of_columns_has_the_declared_fields() -> None:
+    """Made in the quick way it is the table that Arrow makes and checks."""
+    made = samples_columns([sample_row(0), sample_row(1)], ORIGIN).table
+    columns = [column.chunk(0) for column in made.columns]
+
+    assert table_of(columns, "samples").equals(
+        pa.Table.from_arrays(columns, schema=schema.in_memory(schema.SAMPLES)), check_metadata=True
+    )
+    made.validate(full=True)

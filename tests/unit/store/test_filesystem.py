@@ -201,3 +201,22 @@ def test_a_walk_follows_a_linked_rank_folder_once(tmp_path: Path) -> None:
     (tmp_path / "run" / "rank-000").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "loop").symlink_to(tmp_path / "run")
     assert [entry.path for entry in open_storage(str(tmp_path / "run")).walk()] == ["rank-000/part"]
+
+
+def test_a_file_is_written_to_its_end_however_little_the_kernel_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write may take less than it was given; what is left is given to it again."""
+    real = os.write
+
+    def take_little(descriptor: int, data: memoryview) -> int:
+        return real(descriptor, data[:3])
+
+    monkeypatch.setattr(local_module.os, "write", take_little)
+    storage = open_storage(str(tmp_path))
+    storage.replace("new/run.json", b"0123456789")
+    (tmp_path / "source").write_bytes(b"abcdefgh")
+    storage.replace_together({"new/copy": tmp_path / "source"})
+
+    assert storage.read("new/run.json") == b"0123456789"
+    assert storage.read("new/copy") == b"abcdefgh"

@@ -12,6 +12,7 @@ from torchinstruments.records import KeptFrames, Measurement, Sample, Signal
 from torchinstruments.store import schema
 from torchinstruments.store.columns import Origin
 from torchinstruments.store.history_columns import HistoryColumns, history_columns
+from torchinstruments.store.row_blocks import row_block
 from unit.store.material import METRICS, START_US, backward, forward, measurement, rows_of, with_columns
 
 ORIGIN = Origin(3, 7, "1a2b3c4d")
@@ -283,3 +284,28 @@ def test_a_sample_larger_than_a_row_group_is_split_by_itself() -> None:
 
     assert columns.group_rows == (3, 36_000, 4_000)
     assert sum(columns.group_rows) == columns.table.num_rows
+
+
+def test_rows_as_arrays_are_those_of_the_table() -> None:
+    """What summaries fold is what a reader of the part folds, where values are missing too."""
+    odd = measurement(values=(1.0, None, float("inf")))
+    part = [(0, forward(0, odd)), (1, replace(forward(1, odd), loss_scale=float("inf")))]
+    columns = history_columns(part, ORIGIN)
+
+    assert columns.keyed is not None
+    found, expected = columns.keyed.block, row_block(columns.table.to_batches()[0], np.zeros(0, np.int64))
+    for name in ("sample_id", "timestamp_us", "value", "loss_scale"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), strict=True)
+    assert found.reason.to_pylist() == expected.reason.to_pylist()
+    assert {name: column.to_pylist() for name, column in found.latest.items()} == {
+        name: column.to_pylist() for name, column in expected.latest.items()
+    }
+
+
+def test_scales_of_zero_with_different_signs_are_not_taken_for_each_other() -> None:
+    """A column is used again only for the same bits."""
+    made = HistoryColumns(ORIGIN)
+    for scale in (0.0, -0.0, None, 0.0):
+        part = [(0, replace(forward(0, measurement()), loss_scale=scale))]
+        scales = made.make(part).table.column("loss_scale").to_pylist()
+        assert [repr(one) for one in scales] == [repr(scale)] * len(METRICS)

@@ -119,3 +119,21 @@ def test_arrow_tables_with_nulls_where_none_may_be_are_refused() -> None:
 
     with pytest.raises((pa.ArrowInvalid, OSError), match="null"):
         encode_columns(Columns(broken, columns.group_rows), METADATA)
+
+
+def test_encodings_do_not_depend_on_whether_a_schema_is_a_tables_own() -> None:
+    """One that differs in metadata alone is encoded in the same way, into the same pages."""
+    samples = [(0, forward(0, measurement(0)))]
+    columns = history_columns(samples, Origin(0, 0, "1a2b3c4d"))
+    assert columns.table.schema.equals(schema.IN_MEMORY["history"], check_metadata=True)
+    nullable = pa.schema([field.with_nullable(True) for field in columns.table.schema])
+    other = Columns(columns.table.cast(nullable), columns.group_rows)
+
+    own, others = (
+        pq.read_metadata(io.BytesIO(encode_columns(one, METADATA))).row_group(0) for one in (columns, other)
+    )
+
+    for place in range(own.num_columns):
+        mine, its = own.column(place), others.column(place)
+        assert (mine.compression, mine.is_stats_set) == (its.compression, its.is_stats_set)
+        assert set(mine.encodings) <= set(its.encodings), mine.path_in_schema

@@ -1,7 +1,9 @@
 """What a process leaves for people."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -65,3 +67,20 @@ def test_after_rows_that_cannot_be_folded_there_are_no_summaries() -> None:
 
     assert json.loads(found["result.json"])[0]["tensors"] == []
     assert b"summarising failed (KeyError" in found["index.md"]
+
+
+def test_rows_that_wait_and_cannot_be_folded_are_told_of_when_they_are() -> None:
+    """The page says it as where rows are folded at once; nothing is folded after that."""
+    documents = begun()
+    odd = history_columns([(1, forward(1, measurement(0)))], Origin(0, 0, "1a2b3c4d"))
+    assert odd.keyed is not None
+    short = replace(odd.keyed.block, value=np.zeros(1))
+    documents.add_rows(replace(odd, keyed=replace(odd.keyed, block=short)))
+    with pytest.raises(ValueError, match="reshape"):
+        documents.fold_rest()
+    documents.fold_rest()
+
+    found = documents.at_close((), in_time, [module(0)], Counters(), _NOW)
+
+    assert json.loads(found["result.json"])[0]["tensors"] == []
+    assert b"summarising failed (ValueError" in found["index.md"]

@@ -1,14 +1,53 @@
 """Summaries that grow with the parts of one process."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchinstruments.records import Sample, Signal
+from torchinstruments.store import running_summary
 from torchinstruments.store.columns import Origin
 from torchinstruments.store.entries import entry
-from torchinstruments.store.history_columns import history_columns
+from torchinstruments.store.history_columns import HistoryColumns, history_columns
+from torchinstruments.store.row_blocks import RowBlock, row_block
 from torchinstruments.store.running_summary import MAX_SERIES, MAX_SUMMARY_BYTES, RunningSummary, max_series
+from torchinstruments.store.series import SeriesIndex
+from torchinstruments.store.summaries import SummaryBuilder
+from unit.store.equal_summaries import same
 from unit.store.material import backward, forward, measurement
+
+ORIGIN = Origin(0, 0, "1a2b3c4d")
+_values = st.sampled_from([0.0, -0.0, 1.5, -2.0, None])
+_scales = st.sampled_from([None, 1.0, 2.0, float("inf")])
+
+
+@st.composite
+def _delivered(draw: st.DrawFn) -> list[tuple[int, Sample]]:
+    """Some samples, most often one after the other and of one layout."""
+    first, layers = draw(st.sampled_from([0, 1, 5, 20, 40])), draw(st.sampled_from([1, 1, 1, 3]))
+    return [
+        (
+            ordinal,
+            replace(
+                forward(
+                    ordinal,
+                    *[
+                        measurement(layer, metrics=("mean", "std"), values=(draw(_values), draw(_values)))
+                        for layer in range(layers)
+                    ],
+                ),
+                loss_scale=draw(_scales),
+            ),
+        )
+        for ordinal in range(first, first + draw(st.sampled_from([1, 2, 3, 7])))
+    ]
+
+
+_deliveries = _delivered()
 
 
 def rows(*deliveries: Sample) -> pa.Table:
@@ -52,3 +91,40 @@ def test_wide_windows_lower_the_bound(window: int) -> None:
 def test_the_default_window_reaches_the_largest_bound() -> None:
     """With 20 samples a window it is the number of series that counts."""
     assert max_series(20) == MAX_SERIES
+
+
+@given(st.data(), st.integers(1, 4))
+def test_parts_that_wait_give_the_summaries_of_rows_folded_at_once(data: st.DataObject, window: int) -> None:
+    """Whatever is missing, late or of another layout, nothing differs to the bit."""
+    made, summary, every = HistoryColumns(ORIGIN), RunningSummary(window), RunningSummary(window)
+    index, builder = SeriesIndex(), SummaryBuilder(window)
+    for _ in range(data.draw(st.integers(1, 6))):
+        part = made.make(data.draw(_deliveries))
+        summary.add(part)
+        every.add(part)
+        every.fold_rest()
+        for batch in part.table.to_batches():
+            builder.add(row_block(batch, index.number(batch)))
+
+    expected = builder.finish(index)
+    assert same(summary.finish(), expected)
+    assert same(every.finish(), expected)
+
+
+def test_rows_wait_for_those_of_further_parts_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many rows are folded together as were set, whole parts of them, and a rest with the finish."""
+    monkeypatch.setattr(running_summary, "_MAX_WAITING_ROWS", 6)
+    folded: list[int] = []
+    add = SummaryBuilder.add_following
+
+    def count(builder: SummaryBuilder, blocks: Sequence[RowBlock]) -> None:
+        folded.append(sum(block.num_samples for block in blocks))
+        add(builder, blocks)
+
+    monkeypatch.setattr(SummaryBuilder, "add_following", count)
+    made, summary = HistoryColumns(ORIGIN), RunningSummary(20)
+    for ordinal in range(5):
+        summary.add(made.make([(ordinal, forward(ordinal, measurement()))]))
+    assert folded == [2, 2]
+    assert entry(summary.finish(), 0)["observations"] == 5
+    assert folded == [2, 2, 1]

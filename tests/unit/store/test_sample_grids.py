@@ -1,11 +1,8 @@
 """Samples of one layout as a matrix: the same summaries as row by row."""
 
-import dataclasses
 import threading
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import example, given
@@ -17,6 +14,7 @@ from torchinstruments.store.sample_grids import NumberedRows, SharedLayouts
 from torchinstruments.store.schema import KEY_COLUMNS
 from torchinstruments.store.series import SeriesIndex
 from torchinstruments.store.summaries import SeriesSummaries, SummaryBuilder
+from unit.store.equal_summaries import same
 
 Row = tuple[int, int, float | None, float | None]
 """Sample, series, value, loss scale."""
@@ -68,21 +66,6 @@ def as_grids(
             num_grids += block.num_samples > 0
             builder.add(block)
     return builder.finish(numbered.index), num_grids
-
-
-def same(left: Any, right: Any) -> bool:
-    """Whether two summaries are equal to the bit; NaN is itself."""
-    if dataclasses.is_dataclass(left):
-        return all(
-            same(getattr(left, field.name), getattr(right, field.name)) for field in dataclasses.fields(left)
-        )
-    if isinstance(left, np.ndarray):
-        if left.dtype != np.float64:
-            return np.array_equal(left, right)
-        # The sign of a zero counts as well.
-        both = np.array_equal(left, right, equal_nan=True)
-        return both and np.array_equal(np.signbit(left), np.signbit(right))
-    return bool(left == right)
 
 
 @st.composite
