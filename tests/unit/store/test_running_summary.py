@@ -1,5 +1,6 @@
 """Summaries that grow with the parts of one process."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -128,3 +129,19 @@ def test_rows_wait_for_those_of_further_parts_within_a_bound(monkeypatch: pytest
     assert folded == [2, 2]
     assert entry(summary.finish(), 0)["observations"] == 5
     assert folded == [2, 2, 1]
+
+
+def test_rows_of_small_parts_do_not_wait_as_many_parts() -> None:
+    """What a part's arrays take beside their rows is bounded too, however few rows a part has."""
+    made, summary = HistoryColumns(ORIGIN), RunningSummary(20)
+    alive: list[weakref.ref[object]] = []
+    for ordinal in range(200):
+        part = made.make([(ordinal, forward(ordinal, measurement()))])
+        assert part.keyed is not None
+        alive.append(weakref.ref(part.keyed.block.value))
+        summary.add(part)
+        del part
+        assert sum(one() is not None for one in alive) <= 64
+
+    assert entry(summary.finish(), 0)["observations"] == 200
+    assert not any(one() is not None for one in alive)
