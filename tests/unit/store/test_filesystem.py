@@ -224,7 +224,7 @@ def test_a_file_is_written_to_its_end_however_little_the_kernel_takes(
     assert storage.read("new/copy") == b"abcdefgh"
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # that nobody closed it by hand
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # nobody closed it by hand
 @pytest.mark.parametrize("later", range(4))
 def test_an_interrupt_while_a_file_is_written_leaves_none(tmp_path: Path, later: int) -> None:
     """Whenever it comes once the file is there, nothing of it stays, and no descriptor is left open."""
