@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchinstruments.records import Sample, Signal
@@ -94,6 +94,7 @@ def test_the_default_window_reaches_the_largest_bound() -> None:
     assert max_series(20) == MAX_SERIES
 
 
+@settings(deadline=None)
 @given(st.data(), st.integers(1, 4))
 def test_parts_that_wait_give_the_summaries_of_rows_folded_at_once(data: st.DataObject, window: int) -> None:
     """Whatever is missing, late or of another layout, nothing differs to the bit."""
