@@ -7,6 +7,7 @@ and end with ``.tmp``; listings leave them out.
 
 import contextlib
 import errno
+import io
 import os
 import stat
 import tempfile
@@ -27,7 +28,6 @@ from torchinstruments.store.urls import local_path
 __all__ = ["LocalStorage", "require_no_link", "sync_folder"]
 
 _COPIED_BYTES = 2**20
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _MAY_PASS = frozenset(
     {
@@ -196,37 +196,37 @@ class LocalStorage:
         folder, name = os.path.split(target)
         # The kernel allows 255 bytes for a name; a long one is shortened, the rest keeps it apart.
         temporary = os.path.join(folder, f".{name[:40]}.{uuid.uuid4().hex}.tmp")
-        descriptor = _create_below(folder, temporary)
         try:
-            try:
+            with _create_below(folder, temporary) as file:
                 if isinstance(data, bytes):
-                    _write_all(descriptor, data)
+                    _write_all(file, data)
                 else:
                     while piece := data.read(_COPIED_BYTES):
-                        _write_all(descriptor, piece)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+                        _write_all(file, piece)
+                os.fsync(file.fileno())
             yield temporary
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
 
 
-def _create_below(folder: str, path: str) -> int:
-    """Returns the descriptor of a new file; its folder is made where it is not there, which is seldom."""
+def _create_below(folder: str, path: str) -> io.FileIO:
+    """Returns a new file without a buffer; its folder is made where it is not there, which is seldom.
+
+    Not a bare descriptor: what interrupts the caller before it has the file lets go of it, and so closes it.
+    """
     try:
-        return os.open(path, _NEW_FILE, 0o666)
+        return io.FileIO(path, "xb")
     except FileNotFoundError:
         os.makedirs(folder, exist_ok=True)
-        return os.open(path, _NEW_FILE, 0o666)
+        return io.FileIO(path, "xb")
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
+def _write_all(file: io.FileIO, data: bytes) -> None:
     """Writes bytes without a buffer between, which would take longer to make than a small file to write."""
     view = memoryview(data)
     while view:
-        view = view[os.write(descriptor, view) :]
+        view = view[os.write(file.fileno(), view) :]
 
 
 def _path_of(entry: FileInfo) -> str:

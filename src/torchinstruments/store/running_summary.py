@@ -32,6 +32,9 @@ _WINDOW_ROW_BYTES = 32
 _MAX_WAITING_ROWS = 65_536
 """Rows that are folded together at most, but for those of one part; some 32 bytes each."""
 
+_MAX_WAITING_BLOCKS = 64
+"""Blocks that are folded together at most: of small parts their arrays are larger than the rows in them."""
+
 
 def max_series(window: int) -> int:
     """Returns how many series are summarised at most with windows of so many samples."""
@@ -100,7 +103,7 @@ class RunningSummary:
             return
         self._waiting.append(block)
         self._waiting_rows += len(block.sample_id)
-        if self._waiting_rows >= _MAX_WAITING_ROWS:
+        if self._waiting_rows >= _MAX_WAITING_ROWS or len(self._waiting) >= _MAX_WAITING_BLOCKS:
             self.fold_rest()
 
     def finish(self) -> SeriesSummaries:

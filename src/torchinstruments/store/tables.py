@@ -152,8 +152,9 @@ class Tables:
     def _fold(self, fold: Callable[[], None]) -> None:
         try:
             fold()
-        except (*UNSTORABLE, MemoryError) as error:
-            self._failed(error)  # the rows themselves are safe
+        # Whatever it is: the rows themselves are safe, and what waited since long ago must not spoil a close.
+        except Exception as error:  # noqa: BLE001
+            self._failed(error)
 
     def _can_be_stored(self, delivery: tuple[int, Sample]) -> bool:
         """Tells one broken delivery from its neighbours, which must not be lost with it."""

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -220,3 +222,30 @@ def test_a_file_is_written_to_its_end_however_little_the_kernel_takes(
 
     assert storage.read("new/run.json") == b"0123456789"
     assert storage.read("new/copy") == b"abcdefgh"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # nobody closed it by hand
+@pytest.mark.parametrize("later", range(4))
+def test_an_interrupt_while_a_file_is_written_leaves_none(tmp_path: Path, later: int) -> None:
+    """Whenever it comes once the file is there, nothing of it stays, and no descriptor is left open."""
+    storage = open_storage(str(tmp_path))
+    steps = 0
+
+    def interrupt(frame: FrameType, _event: str, _argument: object) -> Any:
+        nonlocal steps
+        if frame.f_code.co_filename == local_module.__file__ and os.listdir(tmp_path):
+            steps += 1
+            if steps > later:
+                raise KeyboardInterrupt
+        return interrupt
+
+    before, tracing = len(os.listdir("/proc/self/fd")), sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            storage.replace("run.json", b"0123456789")
+    finally:
+        sys.settrace(tracing)
+
+    assert os.listdir(tmp_path) == []
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,11 +1,12 @@
 """Summaries that grow with the parts of one process."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchinstruments.records import Sample, Signal
@@ -93,6 +94,7 @@ def test_the_default_window_reaches_the_largest_bound() -> None:
     assert max_series(20) == MAX_SERIES
 
 
+@settings(deadline=None)
 @given(st.data(), st.integers(1, 4))
 def test_parts_that_wait_give_the_summaries_of_rows_folded_at_once(data: st.DataObject, window: int) -> None:
     """Whatever is missing, late or of another layout, nothing differs to the bit."""
@@ -128,3 +130,19 @@ def test_rows_wait_for_those_of_further_parts_within_a_bound(monkeypatch: pytest
     assert folded == [2, 2]
     assert entry(summary.finish(), 0)["observations"] == 5
     assert folded == [2, 2, 1]
+
+
+def test_rows_of_small_parts_do_not_wait_as_many_parts() -> None:
+    """What a part's arrays take beside their rows is bounded too, however few rows a part has."""
+    made, summary = HistoryColumns(ORIGIN), RunningSummary(20)
+    alive: list[weakref.ref[object]] = []
+    for ordinal in range(200):
+        part = made.make([(ordinal, forward(ordinal, measurement()))])
+        assert part.keyed is not None
+        alive.append(weakref.ref(part.keyed.block.value))
+        summary.add(part)
+        del part
+        assert sum(one() is not None for one in alive) <= 64
+
+    assert entry(summary.finish(), 0)["observations"] == 200
+    assert not any(one() is not None for one in alive)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchinstruments.store import sample_grids
@@ -85,6 +85,7 @@ def batches(draw: st.DrawFn) -> list[list[Row]]:
     return found
 
 
+@settings(deadline=None)
 @given(batches(), st.integers(1, 4))
 @example([[(0, 0, 0.0, None), (1, 0, -0.0, None)]], 1)
 @example([[(0, 0, -0.0, None), (1, 0, 0.0, None)]], 1)

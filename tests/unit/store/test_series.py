@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchinstruments.store.series import SeriesIndex, SeriesKey, TooManySeriesError
@@ -23,6 +23,7 @@ def batch_of(keys: list[SeriesKey]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(encoded, list(columns))
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(_keys, max_size=30), max_size=5))
 def test_numbers_stand_for_keys(batches: list[list[SeriesKey]]) -> None:
     """Over any batches a number always stands for the same key, and each key has one number."""
@@ -49,6 +50,7 @@ def test_keys_beyond_a_word_are_beyond_the_bound() -> None:
     assert SeriesIndex(5).number(batch_of([SeriesKey("", -1, "", "", "", "")])).tolist() == [-1]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 12), st.lists(st.lists(_keys, max_size=30), max_size=5))
 def test_beyond_a_bound_only_the_first_series_have_numbers(
     bound: int, batches: list[list[SeriesKey]]

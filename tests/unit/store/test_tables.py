@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,7 +10,9 @@ import pytest
 
 from torchinstruments.records import Sample, SampleState, Signal
 from torchinstruments.store import schema
+from torchinstruments.store.row_blocks import RowBlock
 from torchinstruments.store.running_summary import RunningSummary
+from torchinstruments.store.summaries import SummaryBuilder
 from unit.store.material import (
     START_US,
     attempt,
@@ -235,6 +238,30 @@ def test_rows_that_cannot_be_summarised_are_stored_all_the_same(monkeypatch: pyt
     assert rig.reported == [("storage", "odd rows")]
     assert json.loads(rig.target.last("result.json"))[0]["tensors"] == []
     assert "summarising failed (ValueError: odd rows)" in rig.target.last("index.md").decode()
+
+
+@pytest.mark.parametrize("kind", [ValueError, IndexError, KeyError, MemoryError])
+def test_rows_that_waited_and_cannot_be_summarised_spoil_no_close(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    """They are folded long after they were stored; everything else is written and marked closed."""
+
+    def fail(_builder: SummaryBuilder, _blocks: Sequence[RowBlock]) -> None:
+        raise kind("odd rows")
+
+    rig = Rig(buffer_rows=3)
+    rig.writer.start(run_record(), [module(0)])
+    monkeypatch.setattr(SummaryBuilder, "add_following", fail)
+    rig.writer.add_sample(forward(0, measurement(), settled=True))
+    rig.writer.add_attempts([attempt(0)])
+    assert rig.reported == []
+
+    assert rig.writer.close(5.0)
+
+    assert (len(rig.rows("history")), len(rig.rows("steps"))) == (3, 1)
+    assert [probe for probe, _ in rig.reported] == ["storage"]
+    assert rig.manifest().status == "closed"
+    assert f"summarising failed ({kind.__name__}: " in rig.target.last("index.md").decode()
 
 
 def test_rows_of_one_observation_carry_its_own_time() -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchinstruments.store.row_blocks import RowBlock
@@ -24,6 +24,7 @@ def segments_of(rows: list[tuple[int, int]], first_value: int) -> Segments:
     return Segments(series[order], ids[order], value, starts, lengths)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.lists(_rows, min_size=1, max_size=5))
 def test_windows_hold_the_last_rows_whatever_the_cut(
     window: int, blocks: list[list[tuple[int, int]]]
