@@ -398,8 +398,8 @@ class StepClock:
         Args:
             now_s: Monotonic seconds, when that was found out.
         """
-        running, self._running = self._running, None
-        self.running_key = None
+        # In one line, between whose parts no interrupt comes.
+        running, self._running, self.running_key = self._running, None, None
         if running is not None:
             # How far it came before it raised is not known, nor when.
             step = self._new_step(running.key, now_s, Judgement(Outcome.UNKNOWN, Evidence.NONE))

@@ -1,7 +1,10 @@
 """The clock alone: events in, positions and records out."""
 
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -63,6 +66,31 @@ def _micro_step(loop, count=1):
     positions = [loop.forward() for _ in range(count)]
     loop.step()
     return positions
+
+
+def test_an_interrupt_at_any_line_of_an_abort_leaves_no_key_of_a_step_that_is_over():
+    """The name of the optimizer that steps goes with its step, and never stays behind it."""
+    code, is_stepping = StepClock.step_aborted.__code__, []
+    for line in {line for _, _, line in code.co_lines() if line is not None} - {code.co_firstlineno}:
+        clock = StepClock()
+        clock.forward_started(grad_enabled=True, now_s=1.0, now_us=0)
+        clock.step_started(7, 2.0)
+
+        def interrupt(frame: FrameType, event: str, _argument: object, line: int = line) -> Any:
+            if frame.f_code is code and event == "line" and frame.f_lineno == line:
+                raise KeyboardInterrupt
+            return interrupt if frame.f_code is code else None
+
+        tracing = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                clock.step_aborted(3.0)
+        finally:
+            sys.settrace(tracing)
+        assert clock.running_key == (7 if clock.is_stepping else None)
+        is_stepping.append(clock.is_stepping)
+    assert sorted(is_stepping) == [False] * (len(is_stepping) - 1) + [True]
 
 
 def test_a_window_that_opens_has_every_field():
