@@ -3,7 +3,7 @@
 import gc
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -98,6 +98,32 @@ def test_backwards_of_two_threads_are_two(watched: Watched) -> None:
         handle.remove()
     assert sorted(listener.ended) == [[0, 1], [0, 1, 2, 3]]
     assert site.num_fires == 6
+
+
+class _Crossed(dict[int, Any]):
+    """What runs, where another thread of the same backward comes first between a look and what follows."""
+
+    def __init__(self, other: Callable[[], None]) -> None:
+        super().__init__()
+        self._others = [other]
+
+    def get(self, task: int, default: Any = None) -> Any:
+        found = super().get(task, default)
+        if self._others:
+            self._others.pop()()
+        return found
+
+
+@pytest.mark.parametrize("counts_only", [False, True])
+def test_a_backward_that_begins_in_two_threads_is_one(watched: Watched, counts_only: bool) -> None:
+    """Each of the two gradients is told of, and the end once."""
+    model, site, listener = watched
+    site.counts_only = counts_only
+    site.running = _Crossed(lambda: site.accumulated(model[0].weight))
+    model[1](torch.ones(2, model[1].in_features)).sum().backward()
+    assert listener.ended == [[] if counts_only else [0, 2, 3]]
+    assert (site.num_backwards, site.num_fires) == (1, 3)
+    assert site.running == {}
 
 
 def test_a_backward_that_raised_leaves_nothing_to_the_next_one(watched: Watched) -> None:

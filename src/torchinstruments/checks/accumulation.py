@@ -286,7 +286,11 @@ class AccumulationSite:
     def _begin(self, task: int) -> Reached:
         if len(self.running) >= _MAX_OPEN:
             self._forget()
-        reached = self.running[task] = Reached(task, None if self.counts_only else [])
+        began = Reached(task, None if self.counts_only else [])
+        # The engine's threads of two devices may both find that it begins: one of them is the first.
+        reached = self.running.setdefault(task, began)
+        if reached is not began:
+            return reached
         try:
             call_at_end_of_backward(partial(self._ended, task))
             self._count()
