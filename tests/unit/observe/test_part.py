@@ -1,5 +1,7 @@
 """What one thread has observed, side by side."""
 
+from typing import Any
+
 import pytest
 
 from torchinstruments.observe.observed import KnownObservations, Observation
@@ -59,3 +61,39 @@ def test_an_interrupt_leaves_no_time_at_the_wrong_tensor(monkeypatch: pytest.Mon
     monkeypatch.setattr(given, "observations", whole)
     given.add(kind(2), (4,), "", 12, 2)
     assert rows(given) == [(0, 10, 0), (2, 12, 2)]
+
+
+def test_a_layer_that_a_handler_calls_has_its_own_time_and_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal may come between any two of the steps, and its handler may run the model."""
+    for place in ("timestamps_us", "indices", "observations"):
+        given = part(KnownObservations())
+        given.add(kind(0), (4,), "", 10, 0)
+        whole = getattr(given, place)
+
+        class Handled:
+            """Appends before or after another observation is taken."""
+
+            def __init__(self, given: Part, whole: Any, *, is_before: bool) -> None:
+                self.steps = [self._handle, whole.append][:: 1 if is_before else -1]
+                self.given, self.whole = given, whole
+
+            def _handle(self, _: object) -> None:
+                setattr(self.given, place, self.whole)
+                self.given.add(kind(7), (4,), "", 17, 7)
+
+            def append(self, one: object) -> None:
+                for step in self.steps:
+                    step(one)
+
+            def __len__(self) -> int:
+                return len(self.whole)
+
+            def __getitem__(self, at: int) -> Any:
+                return self.whole[at]
+
+        for is_before in (True, False):
+            monkeypatch.setattr(given, place, Handled(given, whole, is_before=is_before))
+            given.add(kind(1), (4,), "", 11, 1)
+            monkeypatch.setattr(given, place, whole)
+        given.add(kind(2), (4,), "", 12, 2)
+        assert sorted(rows(given)[1:]) == [(1, 11, 1)] * 2 + [(2, 12, 2)] + [(7, 17, 7)] * 2, place
