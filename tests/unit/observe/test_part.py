@@ -1,7 +1,5 @@
 """What one thread has observed, side by side."""
 
-from typing import Any
-
 import pytest
 
 from torchinstruments.observe.observed import KnownObservations, Observation
@@ -63,37 +61,42 @@ def test_an_interrupt_leaves_no_time_at_the_wrong_tensor(monkeypatch: pytest.Mon
     assert rows(given) == [(0, 10, 0), (2, 12, 2)]
 
 
-def test_a_layer_that_a_handler_calls_has_its_own_time_and_index(monkeypatch: pytest.MonkeyPatch) -> None:
+class Handled:
+    """Takes another observation while one is appended, as the handler of a signal may.
+
+    Args:
+        given: The part.
+        name: Of what stands here in the place of an array or list of it.
+        is_before: Whether the signal comes before the append.
+    """
+
+    def __init__(self, given: Part, name: str, *, is_before: bool) -> None:
+        self.given, self.name, self.is_before = given, name, is_before
+        self.whole = getattr(given, name)
+
+    def append(self, one: object) -> None:
+        """Appends once, and stands in the way no more."""
+        if not self.is_before:
+            self.whole.append(one)
+        setattr(self.given, self.name, self.whole)
+        self.given.add(kind(7), (4,), "", 17, 7)
+        if self.is_before:
+            self.whole.append(one)
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __getitem__(self, place: int) -> object:
+        return self.whole[place]
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("name", ["timestamps_us", "indices", "observations"])
+def test_a_layer_that_a_handler_calls_has_its_own_time_and_index(name: str, is_before: bool) -> None:
     """A signal may come between any two of the steps, and its handler may run the model."""
-    for place in ("timestamps_us", "indices", "observations"):
-        given = part(KnownObservations())
-        given.add(kind(0), (4,), "", 10, 0)
-        whole = getattr(given, place)
-
-        class Handled:
-            """Appends before or after another observation is taken."""
-
-            def __init__(self, given: Part, whole: Any, *, is_before: bool) -> None:
-                self.steps = [self._handle, whole.append][:: 1 if is_before else -1]
-                self.given, self.whole = given, whole
-
-            def _handle(self, _: object) -> None:
-                setattr(self.given, place, self.whole)
-                self.given.add(kind(7), (4,), "", 17, 7)
-
-            def append(self, one: object) -> None:
-                for step in self.steps:
-                    step(one)
-
-            def __len__(self) -> int:
-                return len(self.whole)
-
-            def __getitem__(self, at: int) -> Any:
-                return self.whole[at]
-
-        for is_before in (True, False):
-            monkeypatch.setattr(given, place, Handled(given, whole, is_before=is_before))
-            given.add(kind(1), (4,), "", 11, 1)
-            monkeypatch.setattr(given, place, whole)
-        given.add(kind(2), (4,), "", 12, 2)
-        assert sorted(rows(given)[1:]) == [(1, 11, 1)] * 2 + [(2, 12, 2)] + [(7, 17, 7)] * 2, place
+    given = part(KnownObservations())
+    given.add(kind(0), (4,), "", 10, 0)
+    setattr(given, name, Handled(given, name, is_before=is_before))
+    given.add(kind(1), (4,), "", 11, 1)
+    given.add(kind(2), (4,), "", 12, 2)
+    assert sorted(rows(given)) == [(0, 10, 0), (1, 11, 1), (2, 12, 2), (7, 17, 7)]

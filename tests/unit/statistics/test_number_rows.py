@@ -115,7 +115,7 @@ def test_what_comes_in_while_numbers_are_made_has_a_row_of_its_own() -> None:
         def numbers(self, facts: Facts) -> Sequence[float] | None:
             if facts.num_entries == 5000:
                 inside.append(rows.add(measured(torch.full((6000,), 7.0))))
-            return super(Interrupted, self).numbers(facts)
+            return super().numbers(facts)
 
     rows = NumberRows(Interrupted(metric="mean"))
     outside = rows.add(measured(torch.full((5000,), 2.0)))
