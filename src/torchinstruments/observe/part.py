@@ -63,8 +63,9 @@ class Part:
         self.timestamps_us.append(timestamp_us)
         self.indices.append(index)
         observations.append(observation)
-        if len(self.timestamps_us) != len(observations):
+        if len(observations) > len(self.timestamps_us):
             # A signal's handler called a layer between what precedes, and took away what it found half taken.
+            # One that comes between the two lengths makes the second the larger one, and is no cause.
             place = len(observations) - 1
             del self.timestamps_us[place:], self.indices[place:]
             self.timestamps_us.append(timestamp_us)

@@ -62,41 +62,48 @@ def test_an_interrupt_leaves_no_time_at_the_wrong_tensor(monkeypatch: pytest.Mon
 
 
 class Handled:
-    """Takes another observation while one is appended, as the handler of a signal may.
+    """Takes another observation after one of the calls to what it stands for, as a signal's handler may.
 
     Args:
         given: The part.
-        name: Of what stands here in the place of an array or list of it.
-        is_before: Whether the signal comes before the append.
+        name: Of the array or list in it.
+        calls: After so many calls.
     """
 
-    def __init__(self, given: Part, name: str, *, is_before: bool) -> None:
-        self.given, self.name, self.is_before = given, name, is_before
+    def __init__(self, given: Part, name: str, calls: int) -> None:
+        self.given, self.name, self.left = given, name, calls
         self.whole = getattr(given, name)
+        setattr(given, name, self)
+
+    def _called(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            setattr(self.given, self.name, self.whole)
+            self.given.add(kind(7), (4,), "", 17, 7)
 
     def append(self, one: object) -> None:
-        """Appends once, and stands in the way no more."""
-        if not self.is_before:
-            self.whole.append(one)
-        setattr(self.given, self.name, self.whole)
-        self.given.add(kind(7), (4,), "", 17, 7)
-        if self.is_before:
-            self.whole.append(one)
+        """Appends."""
+        self.whole.append(one)
+        self._called()
 
     def __len__(self) -> int:
-        return len(self.whole)
+        length = len(self.whole)
+        self._called()
+        return length
 
     def __getitem__(self, place: int) -> object:
         return self.whole[place]
 
 
-@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("calls", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["timestamps_us", "indices", "observations"])
-def test_a_layer_that_a_handler_calls_has_its_own_time_and_index(name: str, is_before: bool) -> None:
-    """A signal may come between any two of the steps, and its handler may run the model."""
+def test_a_layer_that_a_handler_calls_has_its_own_time_and_index(name: str, calls: int) -> None:
+    """A signal may come after any of the steps, and its handler may run the model."""
     given = part(KnownObservations())
     given.add(kind(0), (4,), "", 10, 0)
-    setattr(given, name, Handled(given, name, is_before=is_before))
+    handled = Handled(given, name, calls)
     given.add(kind(1), (4,), "", 11, 1)
     given.add(kind(2), (4,), "", 12, 2)
-    assert sorted(rows(given)) == [(0, 10, 0), (1, 11, 1), (2, 12, 2), (7, 17, 7)]
+    setattr(given, name, handled.whole)
+    came = [(7, 17, 7)] if handled.left <= 0 else []
+    assert sorted(rows(given)) == [(0, 10, 0), (1, 11, 1), (2, 12, 2), *came]
