@@ -60,16 +60,11 @@ class Part:
             or observation.reason != reason
         ):
             observation = self.known.find(before, kind, shape, reason)
-        self.timestamps_us.append(timestamp_us)
-        self.indices.append(index)
-        observations.append(observation)
-        if len(observations) > len(self.timestamps_us):
-            # A signal's handler called a layer between what precedes, and took away what it found half taken.
-            # One that comes between the two lengths makes the second the larger one, and is no cause.
-            place = len(observations) - 1
-            del self.timestamps_us[place:], self.indices[place:]
-            self.timestamps_us.append(timestamp_us)
-            self.indices.append(index)
+        when, where = array("q", (timestamp_us,)), array("q", (index,))
+        # Nothing is called, and so no signal's handler, which may run the model, comes in between.
+        self.timestamps_us += when
+        self.indices += where
+        observations += (observation,)
         return observation
 
     def move_last_to(self, place: int) -> None:

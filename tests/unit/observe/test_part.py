@@ -1,6 +1,10 @@
 """What one thread has observed, side by side."""
 
+from collections.abc import Iterable
+from typing import Self
+
 import pytest
+from typing_extensions import override
 
 from torchinstruments.observe.observed import KnownObservations, Observation
 from torchinstruments.observe.part import Part
@@ -49,8 +53,9 @@ def test_an_interrupt_leaves_no_time_at_the_wrong_tensor(monkeypatch: pytest.Mon
     given.add(kind(0), (4,), "", 10, 0)
 
     class Interrupted(list[Observation]):
-        def append(self, one: Observation) -> None:
-            raise KeyboardInterrupt(one)
+        @override
+        def __iadd__(self, those: Iterable[Observation]) -> Self:
+            raise KeyboardInterrupt(those)
 
     whole = given.observations
     monkeypatch.setattr(given, "observations", Interrupted(whole))
@@ -59,51 +64,3 @@ def test_an_interrupt_leaves_no_time_at_the_wrong_tensor(monkeypatch: pytest.Mon
     monkeypatch.setattr(given, "observations", whole)
     given.add(kind(2), (4,), "", 12, 2)
     assert rows(given) == [(0, 10, 0), (2, 12, 2)]
-
-
-class Handled:
-    """Takes another observation after one of the calls to what it stands for, as a signal's handler may.
-
-    Args:
-        given: The part.
-        name: Of the array or list in it.
-        calls: After so many calls.
-    """
-
-    def __init__(self, given: Part, name: str, calls: int) -> None:
-        self.given, self.name, self.left = given, name, calls
-        self.whole = getattr(given, name)
-        setattr(given, name, self)
-
-    def _called(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            setattr(self.given, self.name, self.whole)
-            self.given.add(kind(7), (4,), "", 17, 7)
-
-    def append(self, one: object) -> None:
-        """Appends."""
-        self.whole.append(one)
-        self._called()
-
-    def __len__(self) -> int:
-        length = len(self.whole)
-        self._called()
-        return length
-
-    def __getitem__(self, place: int) -> object:
-        return self.whole[place]
-
-
-@pytest.mark.parametrize("calls", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["timestamps_us", "indices", "observations"])
-def test_a_layer_that_a_handler_calls_has_its_own_time_and_index(name: str, calls: int) -> None:
-    """A signal may come after any of the steps, and its handler may run the model."""
-    given = part(KnownObservations())
-    given.add(kind(0), (4,), "", 10, 0)
-    handled = Handled(given, name, calls)
-    given.add(kind(1), (4,), "", 11, 1)
-    given.add(kind(2), (4,), "", 12, 2)
-    setattr(given, name, handled.whole)
-    came = [(7, 17, 7)] if handled.left <= 0 else []
-    assert sorted(rows(given)) == [(0, 10, 0), (1, 11, 1), (2, 12, 2), *came]
