@@ -48,11 +48,10 @@ class Part:
             index: Its place in the batch; -1 where there is a reason.
         """
         observations = self.observations
-        place = len(observations)
-        if len(self.timestamps_us) > place:
+        if len(self.timestamps_us) > len(observations):
             # An interrupt came between what follows, the last time.
-            del self.timestamps_us[place:], self.indices[place:]
-        before = observations[-1] if place else None
+            del self.timestamps_us[len(observations) :], self.indices[len(observations) :]
+        before = observations[-1] if observations else None
         observation = None if before is None else before.follower
         if (
             observation is None
@@ -61,16 +60,17 @@ class Part:
             or observation.reason != reason
         ):
             observation = self.known.find(before, kind, shape, reason)
-        self.timestamps_us.append(timestamp_us)
-        self.indices.append(index)
-        observations.append(observation)
+        when, where = array("q", (timestamp_us,)), array("q", (index,))
+        # Nothing is called, and so no signal's handler, which may run the model, comes in between.
+        self.timestamps_us += when
+        self.indices += where
+        observations += (observation,)
         return observation
 
     def move_last_to(self, place: int) -> None:
         """Puts the last observation in the place of an earlier one (autograd thread, hot path)."""
-        last = len(self.observations) - 1
-        # An interrupt may come in between: `add` takes away what is left over then.
-        self.observations[place] = self.observations.pop()
-        self.timestamps_us[place] = self.timestamps_us[last]
-        self.indices[place] = self.indices[last]
-        del self.timestamps_us[last:], self.indices[last:]
+        # Nothing is called, and so no interrupt comes in between, and no signal's handler.
+        self.observations[place] = self.observations[-1]
+        self.timestamps_us[place] = self.timestamps_us[-1]
+        self.indices[place] = self.indices[-1]
+        del self.observations[-1], self.timestamps_us[-1], self.indices[-1]

@@ -13,6 +13,7 @@ says so in their place. One that is not this package's own gets a copy of the te
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 import torch
 
@@ -94,6 +95,8 @@ class ScalarBatch:
         self._on_error = on_error
         self._histograms = tuple(histograms)
         self._tensors: dict[int, _Tensor] = {}
+        # Not its length: a signal's handler may call a layer before a tensor is in its place.
+        self._indices = count()
         self._scalars: list[Held] = []
         self._devices: dict[torch.device, DeviceNumbers] = {}
         self._small = SmallTensors()
@@ -137,7 +140,7 @@ class ScalarBatch:
                 self._on_error(_PROBE, error)
             else:
                 self._keep(reducer, results, taken.held)
-        index = len(self._tensors)
+        index = next(self._indices)
         self._tensors[index] = taken
         self._num_scalars += len(taken.held)
         return index

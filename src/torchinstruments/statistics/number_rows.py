@@ -58,20 +58,22 @@ class NumberRows:
     def add(self, found: Measured | Look | None) -> int:
         """Returns a new row (training thread, hot path).
 
-        It never raises. An interrupt may leave a row of which nobody knows, and nothing else.
+        It never raises. An interrupt may leave a row of which nobody knows, and nothing else. A signal's
+        handler that calls a layer, and so comes here in between, gets a row of its own.
 
         Args:
             found: What was measured of the tensor, or will have been; None where it has to be read alone.
         """
-        row = len(self._numbers) // self._row_bytes
-        if isinstance(found, Measured):
-            made = self._made(found.facts)
-            self._numbers += self._missing if made is None else made
-            if made is None:
-                self._lone[row] = Seen(found)
+        made = self._made(found.facts) if isinstance(found, Measured) else None
+        # Which row it is, it is asked only now: up to here a handler may have added others. The interpreter
+        # runs none before it has called `len`.
+        self._numbers += made or self._missing
+        row = len(self._numbers) // self._row_bytes - 1
+        if made is not None:
             return row
-        self._numbers += self._missing
-        if type(found) is PackedPlace:
+        if isinstance(found, Measured):
+            self._lone[row] = Seen(found)
+        elif type(found) is PackedPlace:
             self._packed.setdefault(found.block, []).extend((row, found.row))
         elif found is None:
             self._lone[row] = None

@@ -101,6 +101,7 @@ class SmallTensors:
 
     def __init__(self) -> None:
         self._open: dict[tuple[torch.dtype, int], PackedBlock] = {}
+        self._is_adding = False
 
     def add(self, tensor: torch.Tensor, rules: Sequence[BinRule] = ()) -> PackedPlace | None:
         """Copies a tensor and returns where (training thread, hot path).
@@ -110,25 +111,30 @@ class SmallTensors:
             rules: The histograms that are wanted.
 
         Returns:
-            Its place, or None where it is empty, too large, or of integers that float64 does not hold.
+            Its place, or None where it is empty, too large, or of integers that float64 does not hold, and in
+            the handler of a signal that came while another one was copied.
 
         Raises:
             Exception: What the measuring of a full matrix raised, or a lack of memory.
         """
         num_entries = tensor.numel()
-        if num_entries > MAX_PACKED_ENTRIES or num_entries == 0:
+        if num_entries > MAX_PACKED_ENTRIES or num_entries == 0 or self._is_adding:
             return None
         dtype = _ROW_DTYPES.get(tensor.dtype)
         if dtype is None or (tensor.dtype.itemsize == 8 and not _fits_float64(tensor)):
             return None
         width = max(_MIN_WIDTH, 1 << (num_entries - 1).bit_length())
-        block = self._open.get((dtype, width))
-        if block is None:
-            block = self._open[dtype, width] = PackedBlock(dtype, width)
-        place = PackedPlace(block, block.add(tensor, num_entries, rules))
-        if block.is_full:
-            del self._open[dtype, width]
-            block.measure()
+        self._is_adding = True
+        try:
+            block = self._open.get((dtype, width))
+            if block is None:
+                block = self._open[dtype, width] = PackedBlock(dtype, width)
+            place = PackedPlace(block, block.add(tensor, num_entries, rules))
+            if block.is_full:
+                del self._open[dtype, width]
+                block.measure()
+        finally:
+            self._is_adding = False
         return place
 
     def measure(self) -> None:

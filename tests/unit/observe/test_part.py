@@ -1,6 +1,10 @@
 """What one thread has observed, side by side."""
 
+from collections.abc import Iterable
+from typing import Self
+
 import pytest
+from typing_extensions import override
 
 from torchinstruments.observe.observed import KnownObservations, Observation
 from torchinstruments.observe.part import Part
@@ -49,8 +53,9 @@ def test_an_interrupt_leaves_no_time_at_the_wrong_tensor(monkeypatch: pytest.Mon
     given.add(kind(0), (4,), "", 10, 0)
 
     class Interrupted(list[Observation]):
-        def append(self, one: Observation) -> None:
-            raise KeyboardInterrupt(one)
+        @override
+        def __iadd__(self, those: Iterable[Observation]) -> Self:
+            raise KeyboardInterrupt(those)
 
     whole = given.observations
     monkeypatch.setattr(given, "observations", Interrupted(whole))

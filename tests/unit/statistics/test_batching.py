@@ -1,8 +1,10 @@
 """Scalars of many tensors, one copy, and reducers that cannot hurt each other."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -571,3 +573,36 @@ def test_a_duplicate_of_a_statistic_that_follows_from_facts_has_a_name_of_its_ow
     assert (found["mean"], found["rms"]) == (5.0, 5**0.5)
     assert found["MomentReducer.mean"] == "reducer_error: duplicate metric 'mean'"
     assert len(errors) == 1
+
+
+def test_what_is_added_between_any_two_lines_has_an_index_of_its_own() -> None:
+    """The handler of a signal may run the model in the middle of a hook."""
+
+    def first(tensor: torch.Tensor) -> Mapping[str, float]:
+        return {"first": tensor.flatten()[0].item()}
+
+    before = sys.gettrace()
+    stop, num_stopped = 0, 0
+    while num_stopped == stop:
+        stop += 1
+        batch, inside, left = ScalarBatch((first,), Errors()), list[int](), stop
+
+        def each_line(frame: FrameType, event: str, _argument: object) -> Any:
+            nonlocal left
+            left -= event == "line"
+            if left == 0 and event == "line":
+                inside.append(batch.add(torch.full((2,), 7.0)))  # noqa: B023 - it is called in its round
+            return each_line
+
+        def trace(frame: FrameType, _event: str, _argument: object) -> Any:
+            return each_line if frame.f_code is ScalarBatch.add.__code__ and not inside else None  # noqa: B023
+
+        sys.settrace(trace)
+        try:
+            outside = batch.add(torch.full((2,), 2.0))
+        finally:
+            sys.settrace(before)
+        num_stopped += len(inside)
+        values = [batch.read(index).values for index in (outside, *inside)]
+        assert values == [(2.0,), (7.0,)][: len(values)]
+    assert num_stopped > 5

@@ -106,6 +106,22 @@ def test_numbers_are_there_as_soon_as_a_tensor_is_added() -> None:
     assert rows.numbers(1) == tuple(numbers_of(tensors[1]))
 
 
+def test_what_comes_in_while_numbers_are_made_has_a_row_of_its_own() -> None:
+    """A signal's handler may run the model in the middle of a hook: each index is of its own tensor."""
+    inside: list[int] = []
+
+    class Interrupted(MomentReducer):
+        @override
+        def numbers(self, facts: Facts) -> Sequence[float] | None:
+            if facts.num_entries == 5000:
+                inside.append(rows.add(measured(torch.full((6000,), 7.0))))
+            return super().numbers(facts)
+
+    rows = NumberRows(Interrupted(metric="mean"))
+    outside = rows.add(measured(torch.full((5000,), 2.0)))
+    assert (rows.numbers(outside), rows.numbers(inside[0])) == ((2.0,), (7.0,))
+
+
 def test_what_comes_later_is_filled_in_where_it_belongs() -> None:
     """Rows of matrices and what a device sends lie between the others."""
     rows, small = NumberRows(ExactProfile()), SmallTensors()

@@ -1,6 +1,9 @@
 """Small tensors measured together."""
 
 import math
+import sys
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from torchinstruments.statistics import packing
 from torchinstruments.statistics.bins import BinRule
 from torchinstruments.statistics.host import measure_on_host
 from torchinstruments.statistics.measured import Measured
-from torchinstruments.statistics.packing import MAX_PACKED_ENTRIES, PackedPlace, SmallTensors
+from torchinstruments.statistics.packing import MAX_PACKED_ENTRIES, PackedBlock, PackedPlace, SmallTensors
 
 RULES = (BinRule(6), BinRule(3, (-0.5, 0.5)))
 DTYPES = tuple(packing._ROW_DTYPES)
@@ -187,3 +190,28 @@ def test_a_program_that_lets_numpy_raise_is_not_interrupted() -> None:
         places = [place_of(small, torch.tensor(row)) for row in ([math.nan, math.inf], [1e-40, 1e38])]
         small.measure()
     assert places[0].measured().facts.num_nonfinite == 2
+
+
+def test_a_tensor_that_comes_while_another_is_copied_is_not_put_into_its_row() -> None:
+    """The handler of a signal may run the model in the middle of a hook; what it adds is measured alone."""
+    small, inside = SmallTensors(), list[PackedPlace | None]()
+
+    def each_line(_frame: FrameType, event: str, _argument: object) -> Any:
+        if event == "line":
+            inside.append(small.add(torch.full((20,), 7.0)))
+        return each_line
+
+    def trace(frame: FrameType, _event: str, _argument: object) -> Any:
+        return each_line if frame.f_code is PackedBlock.add.__code__ else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        place = small.add(torch.full((20,), 2.0))
+    finally:
+        sys.settrace(before)
+    small.measure()
+    assert place is not None
+    assert place.measured().facts.moments.mean == 2.0
+    assert len(inside) > 5
+    assert {*inside} == {None}
