@@ -1,5 +1,6 @@
 """What many tests share: real gloo ranks and real object stores, started once, when first asked for."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,12 @@ __all__ = [
     "seaweed",
     "three_ranks",
 ]
+
+
+def pytest_sessionstart() -> None:
+    """Lets Ctrl-C be seen, by the processes of tests too, where a shell's ``&`` has it ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

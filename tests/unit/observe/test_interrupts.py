@@ -1,6 +1,7 @@
 """An interrupt, or a removal of the observer, at any moment leaves no hook and no changed state behind."""
 
 import functools
+import gc
 import linecache
 import sys
 import threading
@@ -130,6 +131,7 @@ def lines_of(action: Callable[[], object]) -> list[tuple[tuple[str, int], int]]:
     A ``with`` always has its first: it is visited again before it calls ``__exit__``, which is in C++
     wherever that matters, and there the interpreter looks for no signals.
     """
+    gc.collect()  # observers that earlier tests left would be looked through here and be gone later
     found = InterruptsAt(None)
     sys.settrace(found)
     try:
