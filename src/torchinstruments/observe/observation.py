@@ -325,7 +325,6 @@ def _look(
 ) -> Observation:
     """Returns the observation of a tensor, with its numbers in the part's batch, if there is one."""
     timestamp_us = time.time_ns() // 1000
-    layer, call_index, mode, grad_enabled, execution, plain_scope = call
     replica_key = ""
     with unintercepted():
         device = tensor.device
@@ -336,33 +335,18 @@ def _look(
             local, scope, index, reason = tensor, Scope.UNKNOWN, -1, admitted.reason
         else:
             local, scope = admitted
-            if plain_scope is not Scope.LOCAL and scope is Scope.LOCAL:
+            if call.plain_scope is not Scope.LOCAL and scope is Scope.LOCAL:
                 scope = _scope_of_plain(call, signal, tensor)
             index, reason = -1, ""
             if part is not None:
-                index = part.batch.add(local, histograms=layer.index in part.focus)
+                index = part.batch.add(local, histograms=call.layer.index in part.focus)
             if scope is Scope.LOCAL_SHARD:
                 replica_key = _key_of_part(tensor)
             elif is_piece and scope is Scope.LOCAL:
                 scope = Scope.LOCAL_SHARD
     with unintercepted():
         shape, dtype = _shape(local), _dtype(local)
-    # The fields of a `Kind`, without the call that makes one.
-    kind = (
-        layer.name,
-        layer.index,
-        call_index,
-        signal,
-        stage,
-        path,
-        mode,
-        grad_enabled,
-        scope,
-        replica_key,
-        execution,
-        dtype,
-        _device(device),
-    )
+    kind = _kind(call, signal, stage, path, scope, replica_key, dtype, _device(device))
     if part is None:
         return Observation(Kind._make(kind), shape, reason)
     return part.add(kind, shape, reason, timestamp_us, index)

@@ -7,8 +7,8 @@ and end with ``.tmp``; listings leave them out.
 
 import contextlib
 import errno
-import io
 import os
+import shutil
 import stat
 import tempfile
 import uuid
@@ -199,10 +199,10 @@ class LocalStorage:
         try:
             with _create_below(folder, temporary) as file:
                 if isinstance(data, bytes):
-                    _write_all(file, data)
+                    file.write(data)
                 else:
-                    while piece := data.read(_COPIED_BYTES):
-                        _write_all(file, piece)
+                    shutil.copyfileobj(data, file, _COPIED_BYTES)
+                file.flush()
                 os.fsync(file.fileno())
             yield temporary
         finally:
@@ -210,23 +210,13 @@ class LocalStorage:
                 os.unlink(temporary)
 
 
-def _create_below(folder: str, path: str) -> io.FileIO:
-    """Returns a new file without a buffer; its folder is made where it is not there, which is seldom.
-
-    Not a bare descriptor: what interrupts the caller before it has the file lets go of it, and so closes it.
-    """
+def _create_below(folder: str, path: str) -> BinaryIO:
+    """Returns a new file; its folder is made where it is not there, which is seldom."""
     try:
-        return io.FileIO(path, "xb")
+        return open(path, "xb")
     except FileNotFoundError:
         os.makedirs(folder, exist_ok=True)
-        return io.FileIO(path, "xb")
-
-
-def _write_all(file: io.FileIO, data: bytes) -> None:
-    """Writes bytes without a buffer between, which would take longer to make than a small file to write."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file.fileno(), view) :]
+        return open(path, "xb")
 
 
 def _path_of(entry: FileInfo) -> str:
