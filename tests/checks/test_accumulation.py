@@ -22,14 +22,12 @@ class _Listener:
     def __init__(self) -> None:
         self.ended: list[list[int]] = []
 
-    def backward_began(self) -> None:
-        pass
+    def backward_began(self, *, is_counted: bool) -> None:
+        if is_counted:
+            self.ended.append([])
 
     def backward_ended(self, fired: Sequence[int]) -> None:
         self.ended.append(sorted(fired))
-
-    def backward_counted(self) -> None:
-        self.ended.append([])
 
     def accumulated(self, index: int) -> None:
         raise AssertionError(index)
@@ -123,7 +121,7 @@ def test_a_backward_that_begins_in_two_threads_is_one(watched: Watched, counts_o
     model[1](torch.ones(2, model[1].in_features)).sum().backward()
     assert listener.ended == [[] if counts_only else [0, 2, 3]]
     assert (site.num_backwards, site.num_fires) == (1, 3)
-    assert site.running == {}
+    assert len(site.running) == counts_only
 
 
 def test_a_backward_that_raised_leaves_nothing_to_the_next_one(watched: Watched) -> None:
@@ -160,7 +158,7 @@ def test_a_site_that_is_detached_keeps_no_parameter() -> None:
 
 
 def test_backwards_are_told_apart_where_gradients_are_only_counted(watched: Watched) -> None:
-    """One inside another one is one of its own, one that raised is none, and each gradient is counted."""
+    """One inside another one is one of its own, one that raised is one too, and each gradient is counted."""
     model, site, listener = watched
     first, last = model.children()
     model(batch()).sum().backward()
@@ -181,10 +179,45 @@ def test_backwards_are_told_apart_where_gradients_are_only_counted(watched: Watc
     with pytest.raises(OSError, match="mine"):
         model(batch()).sum().backward()
     hook.remove()
-    site.forget_unfinished()
     last(batch()).sum().backward()
-    assert listener.ended == [[0, 1, 2, 3], [], [], []]
-    assert (site.num_backwards, site.num_fires) == (5, 4 + 2 + 4 + 2)
+    assert listener.ended == [[0, 1, 2, 3], [], [], [], []]
+    assert (site.num_backwards, site.num_fires) == (5, 4 + 4 + 2 + 2 + 2)
+    site.forget_unfinished()
+    assert (site.running, site.num_fires) == ({}, 14)
+
+
+def test_gradients_that_are_only_counted_are_counted_while_the_backward_runs(watched: Watched) -> None:
+    """No end of it is awaited, so that its count stands at any moment."""
+    model, site, _ = watched
+    site.count_from_here({0, 1, 2, 3}, None)
+    seen: list[int] = []
+    hooks = [
+        one.register_post_accumulate_grad_hook(lambda _: seen.append(site.num_fires))
+        for one in model.parameters()
+    ]
+    model(batch()).sum().backward()
+    for hook in hooks:
+        hook.remove()
+    assert seen == [1, 2, 3, 4]
+
+
+def test_many_backwards_are_counted_in_bounded_memory_beside_one_that_goes_on(watched: Watched) -> None:
+    """A hundred of one layer inside a backward of both, which is one all the same."""
+    model, site, listener = watched
+    first, last = model.children()
+    site.count_from_here({0, 1, 2, 3}, None)
+
+    def run_others(_parameter: torch.Tensor) -> None:
+        for _ in range(100):
+            with torch.enable_grad():
+                first(batch()).sum().backward()
+
+    hook = last.bias.register_post_accumulate_grad_hook(run_others)
+    model(batch()).sum().backward()
+    hook.remove()
+    assert len(site.running) <= 64
+    assert site.num_fires == 204
+    assert site.num_backwards == len(listener.ended)
 
 
 @pytest.mark.parametrize(

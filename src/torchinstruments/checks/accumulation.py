@@ -1,7 +1,8 @@
 """Where gradients are added to: which parameters each backward reached, and when it is over.
 
 A hook notes which parameter it was called for and does nothing else; everything that costs is done once, at
-the end of the backward, for all of them together. Where nobody has to know which ones those were, it counts.
+the end of the backward, for all of them together. Where nobody has to know which ones those were, it counts,
+and the end is not awaited.
 Backwards are told apart by the engine's own number, so that two of disjoint parameters are two, and a layer
 that is used twice is reached once. The inner backwards that reentrant checkpointing makes of one are counted
 as that one.
@@ -37,16 +38,16 @@ _RECOMPUTING = CheckpointFunction.backward.__code__
 class BackwardListener(Protocol):
     """Is told of backwards that reach a parameter. Nothing raises here."""
 
-    def backward_began(self) -> None:
-        """Takes the first gradient of a backward (autograd thread, hot path)."""
+    def backward_began(self, *, is_counted: bool) -> None:
+        """Takes the first gradient of a backward (autograd thread, hot path).
+
+        Args:
+            is_counted: Whether its end will not be told, after `AccumulationSite.counts_only`.
+        """
         ...
 
     def backward_ended(self, fired: Sequence[int]) -> None:
         """Takes which parameters a backward reached, in that order (autograd thread, hot path)."""
-        ...
-
-    def backward_counted(self) -> None:
-        """Takes a backward that reached some, after `AccumulationSite.counts_only` (autograd, hot path)."""
         ...
 
     def accumulated(self, index: int) -> None:
@@ -169,31 +170,35 @@ class AccumulationSite:
         """Hooks that the stack had no room for."""
         self.num_backwards = 0
         """Backwards that reached a parameter."""
-        self.num_fires = 0
-        """Gradients that came."""
         self.frozen_at_attach: frozenset[int] = frozenset()
         """Positions of parameters without a hook, since they needed no gradient."""
         self._listener = weakref.ref(listener)
         self._num_forwards = num_forwards
         self._on_error = on_error
         self.running: dict[int, Reached] = {}
-        """What the backwards that run have reached, by the engine's number; also of those that raised."""
+        """What backwards have reached, by the engine's number: that run, raised, or were only counted."""
         self.counts_only = False
         """Whether of the backwards that begin from here on the number of their gradients is enough."""
         self._latest = _Latest()
         self.hook = fire_hook(self, self._latest)
         """Of each parameter."""
+        self._num_fires = 0
         self._positions: dict[int, int] = {}
         self._usual: tuple[list[int], list[int]] = ([], [])
         self._last_nested: int | None = None
         self._is_over = False
         self._placed: list[tuple[weakref.ref[torch.Tensor], Callable[[torch.Tensor], None]]] = []
 
+    @property
+    def num_fires(self) -> int:
+        """Gradients that came, those of the backwards that run only where they are counted."""
+        return self._num_fires + sum(reached.number for reached in list(self.running.values()))
+
     def go_on_from(self, former: "AccumulationSite") -> None:
         """Takes what was counted by the one of an earlier attach (training thread, at attach)."""
         self.num_too_deep = former.num_too_deep
         self.num_backwards = former.num_backwards
-        self.num_fires = former.num_fires
+        self._num_fires = former.num_fires
 
     def attach(
         self, entries: Sequence[Entry], early: frozenset[int] = frozenset()
@@ -279,24 +284,33 @@ class AccumulationSite:
             self._forget()
 
     def _forget(self) -> None:
-        """Drops every backward that runs."""
+        """Drops every backward, but what was counted of it."""
+        self._num_fires = self.num_fires
         self.running.clear()
         self._latest.reached = _NO_BACKWARD
 
+    def _forget_oldest(self) -> None:
+        """Drops the backward that began first, but what was counted of it."""
+        task = next(iter(self.running), None)
+        reached = None if task is None else self.running.pop(task, None)
+        if reached is not None:
+            self._num_fires += reached.number
+
     def _begin(self, task: int) -> Reached:
         if len(self.running) >= _MAX_OPEN:
-            self._forget()
+            self._forget_oldest()
         began = Reached(task, None if self.counts_only else [])
         # The engine's threads of two devices may both find that it begins: one of them is the first.
         reached = self.running.setdefault(task, began)
         if reached is not began:
             return reached
         try:
-            call_at_end_of_backward(partial(self._ended, task))
+            if began.fired is not None:
+                call_at_end_of_backward(partial(self._ended, task))
             self._count()
             listener = self._listener()
             if listener is not None:
-                listener.backward_began()
+                listener.backward_began(is_counted=began.fired is None)
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self._on_error("backward", error)
         return reached
@@ -317,14 +331,11 @@ class AccumulationSite:
         if self._latest.reached.task == task:
             self._latest.reached = _NO_BACKWARD
         listener = self._listener()
-        if reached is None or listener is None:
+        fired = None if reached is None else reached.fired
+        if fired is None or listener is None:
             return
-        fired = reached.fired
-        self.num_fires += reached.number if fired is None else len(fired)
+        self._num_fires += len(fired)
         try:
-            if fired is None:
-                listener.backward_counted()
-                return
             # Most backwards reach the same parameters in the same order.
             usual, positions = self._usual
             if fired != usual:

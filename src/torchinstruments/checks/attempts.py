@@ -1,15 +1,17 @@
 """Counts attempts for a session that works alone: the clock of observers, fed by the same adapters.
 
 Micro-batches are forwards of the model with gradients. Where the model is called as a whole they are seen by
-two hooks on it; where it never is (only parts of it are called, or the call is compiled), each backward
-stands for one. Skipped steps come from the loss scaler.
+a hook on it; where it never is (only parts of it are called, or the call is compiled), each backward stands
+for one. Skipped steps come from the loss scaler.
+
+The clock is told when forwards begin and not when they end, which would take a step longer and would tell
+nothing but times: no report of checks has the times of an attempt.
 """
 
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from threading import get_ident
 from typing import Protocol
 
 import torch
@@ -18,17 +20,14 @@ from torch.optim import Optimizer
 
 from torchinstruments.observe.engine import graph_task, rehearsal, run_while_traced
 from torchinstruments.observe.root import RootWatch
-from torchinstruments.observe.stack import num_calls
+from torchinstruments.observe.stack import is_inside_itself
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.declared_scale import DeclaredScale
 from torchinstruments.ranks.loss_scale import ScalerWatch
 from torchinstruments.ranks.optimizers import OptimizerWatch
-from torchinstruments.records import ClosedAttempt, GradSync
+from torchinstruments.records import ClosedAttempt
 
 __all__ = ["Attempts", "OwnAttempts"]
-
-# To look a member of an enumeration up takes as long as to call a function.
-_SYNC_UNKNOWN = GradSync.UNKNOWN
 
 
 class Attempts(Protocol):
@@ -56,10 +55,6 @@ class Attempts(Protocol):
 
     def backward_began(self) -> None:
         """Takes the begin of a backward (autograd thread, hot path)."""
-        ...
-
-    def backward_ended(self) -> None:
-        """Takes the end of a backward (autograd thread, hot path)."""
         ...
 
     def boundary_entered(self, global_step: int | None, micro_batches: int | None) -> bool:
@@ -97,7 +92,9 @@ class OwnAttempts:
         on_notice: Callable[[str, str], None],
         first_attempt: int = 0,
     ) -> None:
-        self.clock = StepClock(declared_optimizer=optimizers is not None, first_attempt=first_attempt)
+        self.clock = StepClock(
+            declared_optimizer=optimizers is not None, first_attempt=first_attempt, hears_ends=False
+        )
         self.optimizers = OptimizerWatch(self.clock, weakref.ref(model), optimizers, on_error=on_error)
         self.optimizers.on_skipped = (on_skipped,)
         self.scale = ScalerWatch(
@@ -106,9 +103,8 @@ class OwnAttempts:
         self._model = weakref.ref(model)
         self._on_closed = on_closed
         self._on_error = on_error
-        self._roots = RootWatch(model, takes_input=False)
+        self._roots = RootWatch(model, takes_input=False, sees_ends=False)
         self._lock = threading.RLock()
-        self._depths: dict[int, int] = {}
         self.counts_backwards = True
         self._is_attached = False
         self.num_too_deep = 0
@@ -146,13 +142,7 @@ class OwnAttempts:
             started = self.clock.forward_started(
                 grad_enabled=True, now_s=time.perf_counter(), now_us=time.time_ns() // 1000
             )
-            self.clock.forward_ended(time.perf_counter(), _SYNC_UNKNOWN, started.position)
         self._leave(started.closed)
-
-    def backward_ended(self) -> None:
-        """Takes the end of a backward (autograd thread, hot path)."""
-        with self._lock:
-            self.clock.backward_ended(time.perf_counter())
 
     def boundary_entered(self, global_step: int | None, micro_batches: int | None) -> bool:
         """Takes that the program says where an attempt begins; False inside another one (training thread)."""
@@ -180,13 +170,8 @@ class OwnAttempts:
         if not self._is_attached or graph_task() != -1 or rehearsal():
             return
         try:
-            thread = get_ident()
-            depth = self._depths.get(thread, 0)
-            if depth > 0 and num_calls(module) > 1:
-                self._depths[thread] = depth + 1
+            if is_inside_itself(module):
                 return
-            # A depth that is left over is that of a call which was left by an interrupt.
-            self._depths[thread] = 1
             grad_enabled = torch.is_grad_enabled()
             if grad_enabled:
                 self.counts_backwards = False
@@ -199,20 +184,8 @@ class OwnAttempts:
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self._on_error("forward", error)
 
-    def root_ended(self, module: nn.Module, output: object) -> None:  # noqa: ARG002 - the shape of a root observer
-        """Takes the end of a call; it never raises (training thread, hot path)."""
-        thread = get_ident()
-        if not self._is_attached or graph_task() != -1 or thread not in self._depths:
-            return
-        try:
-            self._depths[thread] -= 1
-            if self._depths[thread] > 0:
-                return
-            del self._depths[thread]
-            with self._lock:
-                self.clock.forward_ended(time.perf_counter(), _SYNC_UNKNOWN)
-        except Exception as error:  # noqa: BLE001 - nothing may leave a hook
-            self._on_error("forward", error)
+    def root_ended(self, module: nn.Module, output: object) -> None:
+        """Takes nothing: nobody asks (training thread, hot path)."""
 
     @run_while_traced
     def root_exported(self) -> None:

@@ -17,13 +17,10 @@ __all__ = ["hook_s", "num_bytes", "scan_s"]
 class _Nobody:
     """Listens to a site that exists only to be timed."""
 
-    def backward_began(self) -> None:
+    def backward_began(self, *, is_counted: bool) -> None:
         """Takes nothing."""
 
     def backward_ended(self, fired: Sequence[int]) -> None:
-        """Takes nothing."""
-
-    def backward_counted(self) -> None:
         """Takes nothing."""
 
     def accumulated(self, index: int) -> None:

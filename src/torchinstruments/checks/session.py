@@ -180,8 +180,8 @@ class ChecksSession(Registrars):
         self._finalizer.atexit = False
         try:
             attempts.attach()
-            # After those of the clock, which says whether a step is the outermost.
-            steps.attach()
+            # After the clock's, which says whether a step is the outermost.
+            steps.attach(attempts.optimizers if visitor.only_counts else None)
             early = reduced_in_place(self._holder, self._inventory)
             for entry, error in site.attach(self._inventory.parameters, early):
                 self._store.add_unavailable(

@@ -90,9 +90,6 @@ class SharedAttempts:
     def backward_began(self) -> None:
         """Takes nothing: the observer counts forwards (autograd thread, hot path)."""
 
-    def backward_ended(self) -> None:
-        """Takes nothing (autograd thread, hot path)."""
-
     def boundary_entered(self, global_step: int | None, micro_batches: int | None) -> bool:
         """Takes that the program says where an attempt begins; False inside another one (training thread)."""
         is_entered = self._probe.step_entered(self, global_step, micro_batches)

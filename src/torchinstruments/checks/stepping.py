@@ -6,6 +6,9 @@ with the weights as they were.
 
 A step that is given a closure has no gradients yet when it begins, so the closure is wrapped and the look
 comes after each evaluation, before the optimizer goes on.
+
+Where nothing looks at a step, the steps are counted as who feeds the clock has seen them, without hooks of
+their own.
 """
 
 import functools
@@ -15,6 +18,7 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
+from torchinstruments.ranks.optimizers import KnownOptimizer, OptimizerWatch
 from torchinstruments.ranks.step_hooks import StepHooks
 
 __all__ = ["StepSite", "StepVisitor", "WatchedClosure"]
@@ -25,6 +29,10 @@ class StepVisitor(Protocol):
 
     def is_own(self, optimizer: Optimizer) -> bool:
         """Returns whether a step that begins is the outermost of one of its optimizers (hot path)."""
+        ...
+
+    def step_counted(self, known: KnownOptimizer) -> None:
+        """Takes that a step ended, where none is looked at; it never raises (training thread, hot path)."""
         ...
 
     def before_write(self, optimizer: Optimizer, evaluation: int) -> None:
@@ -60,15 +68,32 @@ class StepSite:
         self._hooks = StepHooks(self._began, self._ended)
         self._running: Callable[[], Optimizer | None] = _nobody
         self._latest: Callable[[], Optimizer | None] = _nobody
+        self._counting: OptimizerWatch | None = None
 
-    def attach(self) -> None:
-        """Registers the hooks. Attaching twice is attaching once."""
-        self._hooks.attach()
+    def attach(self, counting: OptimizerWatch | None = None) -> None:
+        """Registers the hooks. Attaching twice is attaching once.
+
+        Args:
+            counting: Sees the steps that are only counted; None has all looked at.
+        """
+        if counting is None:
+            self._hooks.attach()
+        elif self._counting is None:
+            self._counting = counting
+            counting.on_stepped = (*counting.on_stepped, self._counted)
 
     def detach(self) -> None:
         """Removes them. Idempotent."""
         self._hooks.detach()
+        counting, self._counting = self._counting, None
+        if counting is not None:
+            counting.on_stepped = tuple([told for told in counting.on_stepped if told != self._counted])
         self._running = _nobody
+
+    def _counted(self, known: KnownOptimizer) -> None:
+        visitor = self._visitor()
+        if visitor is not None:
+            visitor.step_counted(known)
 
     def _began(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

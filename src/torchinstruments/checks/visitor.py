@@ -151,11 +151,19 @@ class SiteVisitor:
                 # finding stands in the report.
                 self._store.add_unavailable(finding.check, "warning_was_an_error")
 
-    def backward_began(self) -> None:
-        """Takes the first gradient of a backward (autograd thread, hot path)."""
+    def backward_began(self, *, is_counted: bool) -> None:
+        """Takes the first gradient of a backward (autograd thread, hot path).
+
+        Args:
+            is_counted: Whether nothing looks at its end, which is not told.
+        """
         looks = self._looks
-        if looks is not None and looks.attempts.counts_backwards:
+        if looks is None:
+            return
+        if looks.attempts.counts_backwards:
             looks.attempts.backward_began()
+        if is_counted and self.enabled:
+            self._alarms.backward_counted()
 
     def backward_ended(self, fired: Sequence[int]) -> None:
         """Looks at what a backward has added to; it never raises (autograd thread, hot path)."""
@@ -170,7 +178,6 @@ class SiteVisitor:
             own = fired if awaited is None else [index for index in fired if index in awaited]
             # Replaced as a whole, since backwards of two threads may end at once.
             self._latest = fired, own
-        looks.attempts.backward_ended()
         if self.enabled and own:
             self._alarms.backward_ended(own)
         if not self._after_backward:
@@ -190,15 +197,6 @@ class SiteVisitor:
                 if len(self._waiting) >= _MAX_WAITING * len(self._after_backward):
                     self._settle()
 
-    def backward_counted(self) -> None:
-        """Takes that a backward ended where nothing looks at it (autograd thread, hot path)."""
-        looks = self._looks
-        if looks is None:
-            return
-        looks.attempts.backward_ended()
-        if self.enabled:
-            self._alarms.backward_counted()
-
     def accumulated(self, index: int) -> None:
         """Takes the norm of a gradient that ranks will reduce in place (autograd thread, hot path)."""
         if not self.enabled or not self._after_backward or self._looks is None or is_capturing_graph():
@@ -210,6 +208,42 @@ class SiteVisitor:
             ready, _ = sort_out({index: gradient})
             if ready:
                 self._early[index] = norms((ready[index],))[0][1]
+
+    @property
+    def only_counts(self) -> bool:
+        """Whether nothing looks at a backward or at a step, so that to hear of steps' ends is enough."""
+        return not (self._after_backward or self._before or self._after)
+
+    def step_counted(self, known: "KnownOptimizer") -> None:
+        """Takes that a step ended, where none is looked at; it never raises (training thread, hot path)."""
+        looks = self._looks
+        # One that still runs is around this one, which is a part of it.
+        if looks is None or looks.attempts.clock.is_stepping:
+            return
+        if known is not self._own:
+            if self._only is not None and not self._is_named(known.reference()):
+                return
+            self._own = known
+        self.thread = get_ident()
+        if known.decides_on_device and not self._decided_to_write(known.reference()):
+            return
+        self._accepted()
+        looks.accepted_steps = self.accepted_steps = self.accepted_steps + 1
+
+    def _decided_to_write(self, optimizer: Optimizer | None) -> bool:
+        """Returns whether a step that ended is known to have written where its optimizer decided that."""
+        looks = self._looks
+        look: StepLook | None = None
+        if optimizer is not None and looks is not None and self.enabled:
+            with self._visit("after_write") as runs:
+                if runs:
+                    made = looks.of_step(optimizer, 0)
+                    self._settle()
+                    look = made
+        if look is not None and look.is_skipped():
+            self._alarms.skipped()
+            return False
+        return look is not None
 
     def is_own(self, optimizer: Optimizer) -> bool:
         """Returns whether a step is the outermost one of the session's optimizers (hot path)."""
@@ -227,12 +261,8 @@ class SiteVisitor:
         if is_latest and known is self._own:
             # The step that the clock has just been told of, of the optimizer that was asked for last.
             return True
-        if self._only is not None:
-            for reference in self._only:
-                if reference() is optimizer:
-                    break
-            else:
-                return False
+        if self._only is not None and not self._is_named(optimizer):
+            return False
         if not is_latest:
             known = attempts.optimizers.known(optimizer)
         if known is None or running not in {known.key, None}:
@@ -250,7 +280,7 @@ class SiteVisitor:
         if looks is None:
             return
         # What is mostly not needed is not called: each call takes a step one or two microseconds.
-        if looks.site.running:
+        if looks.site.running and not looks.site.counts_only:
             looks.site.forget_unfinished()
         self.thread = get_ident()
         if self._alarms.awaits_step:
@@ -325,6 +355,10 @@ class SiteVisitor:
         if self._looks is not None:
             self._looks.forget()
         self._looks = None
+
+    def _is_named(self, optimizer: Optimizer | None) -> bool:
+        """Returns whether a step is one of the optimizers that were named (hot path)."""
+        return any(reference() is optimizer for reference in self._only or ())
 
     def _moment(self) -> Moment:
         return Moment() if self._looks is None else self._looks.moment(None)

@@ -2,7 +2,8 @@
 
 It counts attempts: tries at a step that the loss scaler skipped, in a row. Where no try is ever seen it
 counts backwards instead, and says that it does: against the micro-batches of an attempt where those are
-known, and against a large number where they are not.
+known, and against a large number where they are not. Of a backward that raised nothing tells that it did, so
+that it counts too, unless something looks at gradients when backwards end.
 """
 
 from dataclasses import dataclass

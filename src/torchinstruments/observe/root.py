@@ -88,12 +88,14 @@ class RootWatch:
     Args:
         model: The attached model; held weakly.
         takes_input: Whether keyword arguments are told too.
+        sees_ends: Whether ends of calls are told of modules with hooks; a slot tells them in any case.
     """
 
-    def __init__(self, model: nn.Module, *, takes_input: bool) -> None:
+    def __init__(self, model: nn.Module, *, takes_input: bool, sees_ends: bool = True) -> None:
         self._model = weakref.ref(model)
         self._outer = self._model
         self._takes_input = takes_input
+        self._sees_ends = sees_ends
         self._hooks: list[tuple[weakref.ref[nn.Module], RootPreHook, RootPostHook]] = []
         self._slots: list[RootSlot] = []
 
@@ -124,7 +126,8 @@ class RootWatch:
         self._hooks.append((weakref.ref(module), pre_hook, post_hook))
         # First of the pre-hooks and last of the hooks: what the model returns is what is measured.
         module.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=self._takes_input)
-        module.register_forward_hook(post_hook, always_call=True)
+        if self._sees_ends:
+            module.register_forward_hook(post_hook, always_call=True)
 
     def follow(self, observer: _RootObserver) -> nn.Module | None:
         """Has the model seen where it is called, while it is traced there (compiling thread).

@@ -20,6 +20,7 @@ __all__ = [
     "is_called_in",
     "is_copy",
     "is_in_reentrant_checkpoint",
+    "is_inside_itself",
     "num_calls",
     "runs_for",
 ]
@@ -27,7 +28,8 @@ __all__ = [
 _CHECKPOINT = CheckpointFunction.forward.__code__
 _CALL = nn.Module._call_impl.__code__  # noqa: SLF001 - every call of a module runs it
 
-_direct_calls: set[CodeType] = set()
+_calls: dict[int, tuple[CodeType, str]] = {id(_CALL): (_CALL, "self")}
+"""By address, since to hash code takes longer than all else: what runs calls, and how it names the module."""
 
 
 def count_as_call(code: CodeType) -> None:
@@ -36,25 +38,37 @@ def count_as_call(code: CodeType) -> None:
     Args:
         code: Of a method that has the module in a local variable ``module``.
     """
-    _direct_calls.add(code)
+    _calls[id(code)] = code, "module"
 
 
 def callers(frame: FrameType | None) -> Iterator[nn.Module]:
     """Yields the modules that are being called, from a frame outward (training thread, hot path)."""
     while frame is not None:
-        called: object = None
-        if frame.f_code is _CALL:
-            called = frame.f_locals.get("self")
-        elif frame.f_code in _direct_calls:
-            called = frame.f_locals.get("module")
-        if isinstance(called, nn.Module):
-            yield called
+        call = _calls.get(id(frame.f_code))
+        if call is not None:
+            called = frame.f_locals.get(call[1])
+            if isinstance(called, nn.Module):
+                yield called
         frame = frame.f_back
 
 
 def num_calls(module: nn.Module) -> int:
     """Returns how many calls of a module the current thread is in (training thread, hot path)."""
     return sum(called is module for called in callers(sys._getframe(1)))  # noqa: SLF001 - nothing else tells
+
+
+def is_inside_itself(module: nn.Module) -> bool:
+    """Returns whether a call of a module that begins is inside another one of it (training, hot path)."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - nothing else tells
+    num_found = 0
+    while frame is not None:
+        if id(frame.f_code) in _calls:
+            num_found += 1
+            if num_found > 1:
+                # Only now are frames looked into.
+                return num_calls(module) > 1
+        frame = frame.f_back
+    return False
 
 
 def is_called(key: int) -> bool:

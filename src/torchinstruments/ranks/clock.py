@@ -100,6 +100,7 @@ class StepClock:
         device: DeviceClock | None = None,
         told_after_s: float = TOLD_AFTER_S,
         first_attempt: int = 0,
+        hears_ends: bool = True,
     ) -> None:
         """Makes a clock that has seen nothing.
 
@@ -109,6 +110,8 @@ class StepClock:
             device: Measures the phases again, where the moments of the events carry a device's marks.
             told_after_s: Seconds after its last step that a window waits for an end before it is told.
             first_attempt: Number of the first window.
+            hears_ends: Whether ends of forwards will be told. Without them forwards and backwards have no
+                times.
         """
         self._told_after_s = told_after_s
         self._is_declared = declared_optimizer
@@ -116,6 +119,7 @@ class StepClock:
         self._has_backward = False
         self._has_step = False
         self._device = device
+        self._hears_ends = hears_ends
         self._timer = PhaseTimer(keeps_spans=device is not None)
         self._window: Window | None = None
         self._running: RunningStep | None = None
@@ -304,7 +308,8 @@ class StepClock:
             closed = window.take_records(self._device)
         index = self.num_forwards
         self.num_forwards += 1
-        timer.forward_began(now_s)
+        if self._hears_ends:
+            timer.forward_began(now_s)
         # As `step_provenance`, which would be a call.
         provenance = _INFERRED if self._optimizer_known else _NOT_KNOWN
         if window is None:

@@ -127,6 +127,8 @@ class OptimizerWatch:
         """Which one a scaler asks for as it steps it: where no forward came since, the step asks no more."""
         self.on_skipped: tuple[Callable[[Optimizer], None], ...] = ()
         """Told, beside the listener, of every step that the loss scaler skipped (hot path)."""
+        self.on_stepped: tuple[Callable[[KnownOptimizer], None], ...] = ()
+        """Told of every step of this model's optimizers that ended, last of all (hot path)."""
         self.latest: KnownOptimizer | None = None
         """The optimizer of this model whose step began last."""
         self._clock = clock
@@ -239,6 +241,8 @@ class OptimizerWatch:
             self._clock.step_ended(entry.key, self._now(), lr=first_lr(optimizer), judgement=judgement)
             if self.on_ended is not None:
                 self.on_ended(entry)
+            for told in self.on_stepped:
+                told(entry)
         except Exception as error:  # noqa: BLE001
             self._report(error)
 
