@@ -2,7 +2,7 @@
 
 import gc
 import json
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch.optim import SGD
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
 
-from checks.training import Secretive, batch, mlp, scaler, train
+from checks.training import Secretive, batch, compiled, mlp, scaler, train
 from torchinstruments.checks import CheckLifecycleError, ChecksSession
 from torchinstruments.errors import ConfigurationError
 
@@ -367,7 +367,8 @@ def test_what_is_no_optimizer_is_named_in_one_line():
     assert "\n" not in str(raised.value)
 
 
-def test_a_step_of_other_parameters_behind_one_that_raised_is_none_of_the_models() -> None:
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_step_of_other_parameters_behind_one_that_raised_is_none_of_the_models(is_checked: bool) -> None:
     """The optimizer is the same, and the clock has not heard yet that its last step is over."""
     model, other = mlp(), mlp()
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -376,7 +377,8 @@ def test_a_step_of_other_parameters_behind_one_that_raised_is_none_of_the_models
         raise OSError("mine")
 
     session = ChecksSession(model)
-    session.register_nonfinite_grad_check()
+    if is_checked:
+        session.register_nonfinite_grad_check()
     with session:
         train(model, optimizer, steps=1)
         model(batch()).sum().backward()
@@ -386,3 +388,123 @@ def test_a_step_of_other_parameters_behind_one_that_raised_is_none_of_the_models
         other(batch()).sum().backward()
         optimizer.step()
         assert session.report().counters["accepted_steps"] == 1
+
+
+class _Wrapping(SGD):
+    """An optimizer that has another one step inside of its own step."""
+
+    inner: SGD
+
+    def step(self, closure: Any = None) -> Any:
+        """Steps both."""
+        self.inner.step()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_step_inside_another_one_is_a_part_of_it(is_checked: bool) -> None:
+    """Whether something looks at steps, or they are only counted."""
+    model = mlp()
+    optimizer = _Wrapping(model[0].parameters(), lr=0.1)
+    optimizer.inner = SGD(model[1].parameters(), lr=0.1)
+    session = ChecksSession(model, scaler=None)
+    if is_checked:
+        session.register_nonfinite_param_check()
+    with session:
+        train(model, optimizer, steps=3)
+        optimizer.inner.step()
+    assert session.report().counters["accepted_steps"] == 4
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_of_several_optimizers_those_that_were_named_are_counted(is_checked: bool) -> None:
+    """The other one steps the model too."""
+    model = mlp()
+    named, other = SGD(model[0].parameters(), lr=0.1), SGD(model[1].parameters(), lr=0.1)
+    session = ChecksSession(model, named, scaler=None)
+    if is_checked:
+        session.register_nonfinite_param_check()
+    with session:
+        train(model, named, steps=2)
+        other.step()
+    assert session.report().counters["accepted_steps"] == 2
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_steps_are_accepted_while_nothing_is_looked_at(is_checked: bool) -> None:
+    """A pause ends looks, and no count."""
+    model = mlp()
+    session = ChecksSession(model, scaler=None)
+    if is_checked:
+        session.register_nonfinite_param_check()
+    with session:
+        optimizer = train(model, steps=1)
+        with session.paused():
+            train(model, optimizer, steps=2)
+    assert session.report().counters["accepted_steps"] == 3
+
+
+def test_a_session_that_only_counts_hears_of_steps_as_long_as_it_is_attached() -> None:
+    """Counts go on where it is attached again, and stop where it is not."""
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    session = ChecksSession(model, optimizer, scaler=None)
+    for _ in range(2):
+        with session:
+            train(model, optimizer, steps=2)
+        train(model, optimizer, steps=1)
+    assert session.report().counters["accepted_steps"] == 4
+
+
+def test_a_session_that_only_counts_may_be_detached_in_the_middle_of_a_step() -> None:
+    """That step is none of it."""
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    session = ChecksSession(model, optimizer, scaler=None).attach()
+
+    def closure() -> torch.Tensor:
+        session.detach()
+        loss = model(batch()).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert session.report().counters["accepted_steps"] == 0
+
+
+def test_a_call_of_the_model_inside_a_call_of_it_is_no_micro_batch() -> None:
+    """Also behind a call that raised."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, depth: int = 1) -> torch.Tensor:
+            if depth < 0:
+                raise OSError("mine")
+            return self.layer(x) if depth == 0 else self(x, depth - 1)
+
+    model = Twice()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with ChecksSession(model, optimizer, scaler=None) as session:
+        with torch.no_grad(), pytest.raises(OSError, match="mine"):
+            model(batch(), -1)
+        train(model, optimizer, steps=3, micro_batches=2)
+    spread = session.report().ledgers["scale"]["micro_batches_per_attempt"]
+    assert spread == {"lowest": 2, "highest": 2, "most_frequent": 2}
+
+
+def test_a_compiled_model_that_is_run_uncompiled_is_called_once() -> None:
+    """The wrapper and the model inside tell of the same call."""
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with ChecksSession(model, optimizer, scaler=None) as session:
+        wrapped = compiled(model)
+        train(wrapped, optimizer, steps=2)
+        with torch.compiler.set_stance("force_eager"):
+            train(wrapped, optimizer, steps=2)
+        train(model, optimizer, steps=2)
+    spread = session.report().ledgers["scale"]["micro_batches_per_attempt"]
+    assert spread == {"lowest": 1, "highest": 1, "most_frequent": 1}
+    assert session.report().counters["accepted_steps"] == 6

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from torchinstruments.observe.stack import callers, enclosing_call, num_calls
+from torchinstruments.observe.stack import callers, enclosing_call, is_inside_itself, num_calls
 from unit.observe.memory import Recorder
 
 
@@ -42,6 +42,33 @@ def test_calls_of_a_module_are_counted_by_depth() -> None:
     model(torch.ones(1), 2)
     model.forward(torch.ones(1), 0)
     assert counts == [1, 2, 3, 0]
+
+
+def test_a_call_that_begins_knows_whether_it_is_inside_another_one_of_its_module() -> None:
+    """Calls of other modules around it, or below it, are none of it."""
+    found: list[tuple[str, bool]] = []
+
+    class Recursive(nn.Module):
+        def __init__(self, name: str, inner: nn.Module | None = None) -> None:
+            super().__init__()
+            self.name, self.inner = name, inner
+
+        @override
+        def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+            if self.inner is not None:
+                self.inner(x, 0)
+            return x if depth == 0 else self(x, depth - 1)
+
+    def begins(module: nn.Module, _args: object) -> None:
+        assert isinstance(module, Recursive)
+        found.append((module.name, is_inside_itself(module)))
+
+    inner = Recursive("inner")
+    outer = Recursive("outer", inner)
+    for module in (inner, outer):
+        module.register_forward_pre_hook(begins)
+    outer(torch.ones(1), 1)
+    assert found == [("outer", False), ("inner", False), ("outer", True), ("inner", False)]
 
 
 def test_a_forward_knows_whether_a_call_runs_it() -> None:
