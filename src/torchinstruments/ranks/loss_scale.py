@@ -244,10 +244,7 @@ class ScalerWatch:
             return None
         begun = self._open(scaler, optimizer, known)
         begun.num_ended = known.num_ended
-        # As `_Open.begin`, which would be a call.
-        begun.is_begun = True
-        if begun.prepared is not None:
-            begun.prepared.is_over = True
+        begun.begin()
         # A program may have changed what an earlier unscale_ found, to make its ranks agree, or the scale. No
         # step changes them, so that both are copied behind it, at once.
         begun.attempt.scale_before = begun.attempt.found_inf = None
@@ -392,13 +389,7 @@ class ScalerWatch:
         ledger.forget()
         if not done:
             return
-        scale: object = getattr(scaler, "_scale", None)
-        after: Ticket | None = None
-        if isinstance(scale, torch.Tensor):
-            try:
-                (after,) = self._rings.keep_all((scale,))
-            except Exception as error:  # noqa: BLE001 - as above
-                self.report(error)
+        (after,) = self._keep(_scales(scaler)) or (None,)
         is_alone = not has_others and (len(done) == 1 or len({one.optimizer for one in done}) == 1)
         for one in done:
             # The scale comes last: the writer thread, if it looks now, must not take it for a backoff.
@@ -449,25 +440,22 @@ class ScalerWatch:
 
     def _keep_before(self, scaler: GradScaler, one: _Open) -> None:
         """Copies the scale and what a scaler found, as an update will change both."""
-        scale: object = getattr(scaler, "_scale", None)
-        found = _findings(scaler, one.optimizer)
-        tensors = [] if found is None else [*found]
-        # Last, so that the others keep their places.
-        if isinstance(scale, torch.Tensor):
-            tensors.append(scale)
-        try:
-            tickets = self._rings.keep_all(tensors)
-        except Exception as error:  # noqa: BLE001 - what the host knows is told all the same
-            self.report(error)
-            one.attempt.found_inf = None
-            return
-        if isinstance(scale, torch.Tensor):
-            one.attempt.scale_before = tickets.pop()
+        scale, found = _scales(scaler), _findings(scaler, one.optimizer)
+        tickets = self._keep((*scale, *(found or ())))
+        if scale:
+            one.attempt.scale_before = tickets[0]
         kept: list[Ticket] = []
-        for ticket in tickets:
+        for ticket in tickets[len(scale) :]:
             if ticket is not None:
                 kept.append(ticket)  # noqa: PERF401 - a comprehension is a call more
         one.attempt.found_inf = None if found is None or len(kept) < len(found) else tuple(kept)
+
+    def _keep(self, tensors: Sequence[torch.Tensor]) -> list[Ticket | None]:
+        try:
+            return self._rings.keep_all(tensors)
+        except Exception as error:  # noqa: BLE001 - what the host knows is told all the same
+            self.report(error)
+            return [None] * len(tensors)
 
     def _compare_with_declared(self, scaler: GradScaler) -> None:
         """Says once that a scaler steps an optimizer of the model against what was declared."""
@@ -490,6 +478,12 @@ class ScalerWatch:
                 f"the loss scale of gradients is recorded as unknown from here on; give that scaler as "
                 f"scaler=, or leave the argument out",
             )
+
+
+def _scales(scaler: GradScaler) -> tuple[torch.Tensor, ...]:
+    """Returns the tensor with a scaler's scale, where it has one."""
+    scale: object = getattr(scaler, "_scale", None)
+    return (scale,) if isinstance(scale, torch.Tensor) else ()
 
 
 def _findings(scaler: GradScaler, optimizer: int) -> tuple[torch.Tensor, ...] | None:

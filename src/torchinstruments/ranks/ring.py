@@ -203,12 +203,11 @@ class Rings:
         """As `keep_all`, of a single tensor (training thread, hot path)."""
         return self.keep_all((tensor,))[0]
 
-    def keep_all(self, tensors: Iterable[torch.Tensor], *, is_unwatched: bool = False) -> list[Ticket | None]:
+    def keep_all(self, tensors: Iterable[torch.Tensor]) -> list[Ticket | None]:
         """Takes the numbers that tensors hold now (training thread, hot path).
 
         Args:
             tensors: Each of one element, on any device. They may change afterwards.
-            is_unwatched: Whether the program's modes are off.
 
         Returns:
             None for each while a graph is being captured, which a copy would become part of.
@@ -218,14 +217,17 @@ class Rings:
         """
         # Torch includes the key as long as there are modes of before the dispatch: to count those takes
         # longer. A function that asks for all three would be a call more.
-        if not is_unwatched and (
+        if not (
             _len_torch_dispatch_stack() > 0
             or _is_torch_function_mode_enabled()
             or _dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
         ):
-            # They may count, cache or rewrite every operation of the program, which this is none of.
-            with DisableTorchFunction(), _disable_current_modes():
-                return self.keep_all(tensors, is_unwatched=True)
+            return self._keep(tensors)
+        # They may count, cache or rewrite every operation of the program, which this is none of.
+        with DisableTorchFunction(), _disable_current_modes():
+            return self._keep(tensors)
+
+    def _keep(self, tensors: Iterable[torch.Tensor]) -> list[Ticket | None]:
         tickets: list[Ticket | None] = []
         for tensor in tensors:
             # Nothing here requires a gradient, so that nothing is recorded for autograd.

@@ -33,6 +33,9 @@ __all__ = ["USER_CALL_CODE", "ScalerListener", "listen", "stop_listening", "wrap
 _METHODS = {"scale": "outputs", "unscale_": "optimizer", "step": "optimizer", "update": "new_scale"}
 """Method to the name of its first argument."""
 
+_TOLD_BEFORE = frozenset({"step", "update"})
+"""Methods of which listeners are told before they run too."""
+
 
 class ScalerListener(Protocol):
     """Is told of the calls of enabled scalers (training thread, hot path); gets back what it raises."""
@@ -128,7 +131,7 @@ class _Patches:
         """Calls a scaler's method and tells the watches, unless a method of the same call does so already."""
         listeners = self.listeners
         running = self._inside.names
-        if not listeners or (running and (name in running or (name == "unscale_" and "step" in running))):
+        if not listeners or name in running or (name == "unscale_" and "step" in running):
             return original(scaler, *args, **kwargs)
         try:
             is_enabled = scaler.is_enabled()
@@ -145,36 +148,13 @@ class _Patches:
             subject = args[0]
         elif args or kwargs or type(original) is not FunctionType:
             subject = _subject(name, original, args, kwargs)
-        # To hand this to functions of its own would take each call of a scaler two microseconds longer.
-        begun: list[object] = []
-        if name in {"step", "update"}:
-            for listener in listeners:
-                token: object = None
-                try:
-                    if name == "step":
-                        token = listener.step_begins(scaler, subject)
-                    else:
-                        listener.update_begins(scaler)
-                except Exception as error:  # noqa: BLE001 - nothing may reach the training loop
-                    listener.report(error)
-                begun.append(token)
+        begun = _begin(listeners, name, scaler, subject) if name in _TOLD_BEFORE else ()
         self._inside.names = (*running, name)
         try:
             result = original(scaler, *args, **kwargs)
         finally:
             self._inside.names = running
-        for index, listener in enumerate(listeners):
-            try:
-                if name == "scale":
-                    listener.scaled(scaler)
-                elif name == "step":
-                    listener.step_returned(scaler, subject, begun[index])
-                elif name == "update":
-                    listener.updated(scaler, is_scale_set=subject is not None)
-                else:
-                    listener.unscaled(scaler, subject)
-            except Exception as error:  # noqa: BLE001 - as above
-                listener.report(error)
+        _tell(listeners, name, scaler, subject, begun)
         return result
 
     def _wrap_classes(self) -> None:
@@ -243,6 +223,44 @@ def _pass_through(name: str, original: Callable[..., Any]) -> Callable[..., Any]
         return _PATCHES.call(name, original, self, args, kwargs)
 
     return scaler_method
+
+
+def _begin(
+    listeners: tuple[ScalerListener, ...], name: str, scaler: GradScaler, subject: object
+) -> tuple[object, ...]:
+    begun: list[object] = []
+    for listener in listeners:
+        token: object = None
+        try:
+            if name == "step":
+                token = listener.step_begins(scaler, subject)
+            else:
+                listener.update_begins(scaler)
+        except Exception as error:  # noqa: BLE001
+            listener.report(error)
+        begun.append(token)
+    return tuple(begun)
+
+
+def _tell(
+    listeners: tuple[ScalerListener, ...],
+    name: str,
+    scaler: GradScaler,
+    subject: object,
+    begun: tuple[object, ...],
+) -> None:
+    for index, listener in enumerate(listeners):
+        try:
+            if name == "scale":
+                listener.scaled(scaler)
+            elif name == "unscale_":
+                listener.unscaled(scaler, subject)
+            elif name == "step":
+                listener.step_returned(scaler, subject, begun[index])
+            else:
+                listener.updated(scaler, is_scale_set=subject is not None)
+        except Exception as error:  # noqa: BLE001
+            listener.report(error)
 
 
 def _family(owner: type) -> Iterator[type]:
