@@ -218,7 +218,7 @@ class SiteVisitor:
         """Takes that a step ended, where none is looked at; it never raises (training thread, hot path)."""
         looks = self._looks
         # One that still runs is around this one, which is a part of it.
-        if looks is None or looks.attempts.clock.is_stepping:
+        if looks is None or looks.attempts.clock.running_key is not None:
             return
         if known is not self._own:
             if self._only is not None and not self._is_named(known.reference()):
