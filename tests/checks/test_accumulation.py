@@ -217,7 +217,47 @@ def test_many_backwards_are_counted_in_bounded_memory_beside_one_that_goes_on(wa
     hook.remove()
     assert len(site.running) <= 64
     assert site.num_fires == 204
-    assert site.num_backwards == len(listener.ended)
+    assert site.num_backwards == len(listener.ended) == 101
+
+
+def test_backwards_that_raise_are_kept_in_mind_in_bounded_memory(watched: Watched) -> None:
+    """No end of them ever comes, nor a step after which they are forgotten."""
+    model, site, listener = watched
+    site.count_from_here({0, 1, 2, 3}, None)
+
+    def fail(_parameter: torch.Tensor) -> None:
+        raise OSError("mine")
+
+    hook = next(model.parameters()).register_post_accumulate_grad_hook(fail)
+    for _ in range(300):
+        with pytest.raises(OSError, match="mine"):
+            model(batch()).sum().backward()
+    hook.remove()
+    assert len(site.running) <= 128
+    assert site.num_backwards == len(listener.ended) == 300
+    num_fires = site.num_fires
+    site.forget_unfinished()
+    assert (site.running, site.num_fires) == ({}, num_fires)
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_a_step_forgets_backwards_that_were_only_counted(checks: bool) -> None:
+    """However many there are, what goes on around others keeps its place among the next ones."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session = ChecksSession(model, optimizer, scaler=None)
+    if checks:
+        session.register_frozen_check(["0.weight"], action="collect")
+    with session:
+        assert session._last is not None
+        site = session._last.site
+        for _ in range(3):
+            for _ in range(40):
+                model(batch()).sum().backward()
+            optimizer.step()
+        assert site.counts_only
+        assert not site.running
+        assert session.overhead()["num_accumulation_hooks"] == 3 * 40 * 4
 
 
 @pytest.mark.parametrize(

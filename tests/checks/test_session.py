@@ -508,3 +508,20 @@ def test_a_compiled_model_that_is_run_uncompiled_is_called_once() -> None:
     spread = session.report().ledgers["scale"]["micro_batches_per_attempt"]
     assert spread == {"lowest": 1, "highest": 1, "most_frequent": 1}
     assert session.report().counters["accepted_steps"] == 6
+
+
+def test_each_wrapper_of_a_model_tells_of_a_call_once_where_it_runs_uncompiled() -> None:
+    """The model was compiled in two wrappers, one after the other, and is called in both."""
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with ChecksSession(model, optimizer, scaler=None) as session:
+        wrappers = [compiled(model), compiled(model)]
+        for wrapped in wrappers:
+            torch._dynamo.reset()
+            train(wrapped, optimizer, steps=2)
+        with torch.compiler.set_stance("force_eager"):
+            for wrapped in wrappers:
+                train(wrapped, optimizer, steps=2)
+    spread = session.report().ledgers["scale"]["micro_batches_per_attempt"]
+    assert spread == {"lowest": 1, "highest": 1, "most_frequent": 1}
+    assert session.report().counters["accepted_steps"] == 8

@@ -156,6 +156,24 @@ def test_an_observer_that_ends_first_takes_the_report(observed):
     assert session.final_report.counters["accepted_steps"] >= 2
 
 
+@pytest.mark.parametrize("checks", [False, True])
+def test_steps_count_after_the_observer_has_ended(observed, checks):
+    """Until the session is detached, whether it looks at steps or only counts them."""
+    model, _ = observed
+    optimizer = SGD(model.parameters(), lr=0.1)
+    session = ChecksSession(model, optimizer, scaler=None)
+    if checks:
+        session.register_nonfinite_grad_check()
+    with session:
+        train(model, optimizer, steps=2)
+        remove_observer(model)
+        train(model, optimizer, steps=6)
+        assert session.report().counters["accepted_steps"] == 8
+    train(model, optimizer, steps=1)
+    report = session.report()
+    assert (report.counters["accepted_steps"], report.findings) == (8, ())
+
+
 def test_two_sessions_have_an_entry_each(observed):
     """In the order in which they were attached; neither takes the other's skips away."""
     model, folder = observed

@@ -2,7 +2,8 @@
 
 A hook notes which parameter it was called for and does nothing else; everything that costs is done once, at
 the end of the backward, for all of them together. Where nobody has to know which ones those were, it counts,
-and the end is not awaited.
+and the end is not awaited, unless many were counted since the last step: there may be one among them that
+goes on around all others.
 Backwards are told apart by the engine's own number, so that two of disjoint parameters are two, and a layer
 that is used twice is reached once. The inner backwards that reentrant checkpointing makes of one are counted
 as that one.
@@ -29,9 +30,13 @@ from torchinstruments.statistics.isolation import unintercepted
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["AccumulationSite", "BackwardListener"]
+__all__ = ["CROWDED", "AccumulationSite", "BackwardListener"]
 
-_MAX_OPEN = 64
+CROWDED = 32
+"""Backwards that are kept in mind before a step is worth forgetting them."""
+
+_MAX_UNAWAITED = 64
+_MAX_OPEN = 128
 _RECOMPUTING = CheckpointFunction.backward.__code__
 
 
@@ -279,7 +284,7 @@ class AccumulationSite:
             self._on_error("backward", error)
 
     def forget_unfinished(self) -> None:
-        """Drops backwards that raised, whose end never came (training thread, outside any backward)."""
+        """Drops backwards whose end never came: they raised or were counted (training, outside of any)."""
         if self.running and graph_task() == -1:
             self._forget()
 
@@ -297,7 +302,8 @@ class AccumulationSite:
             self._num_fires += reached.number
 
     def _begin(self, task: int) -> Reached:
-        if len(self.running) >= _MAX_OPEN:
+        num_open = len(self.running)
+        if num_open >= _MAX_OPEN:
             self._forget_oldest()
         began = Reached(task, None if self.counts_only else [])
         # The engine's threads of two devices may both find that it begins: one of them is the first.
@@ -305,7 +311,7 @@ class AccumulationSite:
         if reached is not began:
             return reached
         try:
-            if began.fired is not None:
+            if began.fired is not None or num_open >= _MAX_UNAWAITED:
                 call_at_end_of_backward(partial(self._ended, task))
             self._count()
             listener = self._listener()
@@ -330,8 +336,12 @@ class AccumulationSite:
         reached = self.running.pop(task, None)
         if self._latest.reached.task == task:
             self._latest.reached = _NO_BACKWARD
-        listener = self._listener()
-        fired = None if reached is None else reached.fired
+        if reached is None:
+            return
+        listener, fired = self._listener(), reached.fired
+        if fired is None:
+            # It was told when it began.
+            self._num_fires += reached.number
         if fired is None or listener is None:
             return
         self._num_fires += len(fired)

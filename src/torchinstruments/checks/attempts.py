@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from torchinstruments.observe.engine import graph_task, rehearsal, run_while_traced
 from torchinstruments.observe.root import RootWatch
-from torchinstruments.observe.stack import is_called, is_inside_itself
+from torchinstruments.observe.stack import is_inside_itself
 from torchinstruments.ranks.clock import StepClock
 from torchinstruments.ranks.declared_scale import DeclaredScale
 from torchinstruments.ranks.loss_scale import ScalerWatch
@@ -104,7 +104,6 @@ class OwnAttempts:
         self._on_closed = on_closed
         self._on_error = on_error
         self._roots = RootWatch(model, takes_input=False, sees_ends=False)
-        self._followed: int | None = None
         self._lock = threading.RLock()
         self.counts_backwards = True
         self._is_attached = False
@@ -173,8 +172,7 @@ class OwnAttempts:
         try:
             if is_inside_itself(module):
                 return
-            followed = self._followed
-            if followed is not None and followed != id(module) and is_called(followed):
+            if self._roots.is_inside_another(module):
                 # The model inside its wrapper, which runs it uncompiled.
                 return
             grad_enabled = torch.is_grad_enabled()
@@ -202,9 +200,7 @@ class OwnAttempts:
         if not self._is_attached or torch.compiler.is_dynamo_compiling():
             return
         try:
-            found = self._roots.follow(self)
-            if found is not None:
-                self._followed = id(found)
+            self._roots.follow(self)
         except Exception as error:  # noqa: BLE001 - nothing may reach the compiler
             self._on_error("forward", error)
 

@@ -132,7 +132,7 @@ class ChecksSession(Registrars):
         return self._watch is not None
 
     def attach(self) -> Self:
-        """Begins to watch: a hook for each parameter, two for all optimizers, two on the model.
+        """Begins to watch: a hook for each parameter, two for all optimizers, one on the model.
 
         Raises:
             CheckLifecycleError: The session is attached.

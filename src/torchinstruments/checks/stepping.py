@@ -8,7 +8,8 @@ A step that is given a closure has no gradients yet when it begins, so the closu
 comes after each evaluation, before the optimizer goes on.
 
 Where nothing looks at a step, the steps are counted as who feeds the clock has seen them, without hooks of
-their own.
+their own. Where who feeds it ends first, as an observer that is closed, they are counted by hooks from there
+on.
 """
 
 import functools
@@ -81,14 +82,24 @@ class StepSite:
         elif self._counting is None:
             self._counting = counting
             counting.on_stepped = (*counting.on_stepped, self._counted)
+            counting.on_detached = (*counting.on_detached, self._left_alone)
 
     def detach(self) -> None:
         """Removes them. Idempotent."""
+        self._leave()
         self._hooks.detach()
+        self._running = _nobody
+
+    def _leave(self) -> None:
         counting, self._counting = self._counting, None
         if counting is not None:
             counting.on_stepped = tuple([told for told in counting.on_stepped if told != self._counted])
-        self._running = _nobody
+            counting.on_detached = tuple([told for told in counting.on_detached if told != self._left_alone])
+
+    def _left_alone(self) -> None:
+        """Takes that nobody else sees steps any more (any thread)."""
+        self._leave()
+        self._hooks.attach()
 
     def _counted(self, known: KnownOptimizer) -> None:
         visitor = self._visitor()

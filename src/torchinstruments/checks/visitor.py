@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim import Optimizer
 
-from torchinstruments.checks.accumulation import AccumulationSite
+from torchinstruments.checks.accumulation import CROWDED, AccumulationSite
 from torchinstruments.checks.alarms import StepAlarms
 from torchinstruments.checks.attempts import Attempts
 from torchinstruments.checks.check import BackwardLook, Check, Judge, StepLook
@@ -225,6 +225,8 @@ class SiteVisitor:
                 return
             self._own = known
         self.thread = get_ident()
+        if len(looks.site.running) >= CROWDED:
+            looks.site.forget_unfinished()
         if known.decides_on_device and not self._decided_to_write(known.reference()):
             return
         self._accepted()
@@ -280,7 +282,8 @@ class SiteVisitor:
         if looks is None:
             return
         # What is mostly not needed is not called: each call takes a step one or two microseconds.
-        if looks.site.running and not looks.site.counts_only:
+        running = looks.site.running
+        if running and (len(running) >= CROWDED or not looks.site.counts_only):
             looks.site.forget_unfinished()
         self.thread = get_ident()
         if self._alarms.awaits_step:

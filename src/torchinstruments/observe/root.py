@@ -12,6 +12,7 @@ A model that is compiled in place once more loses its slot, and no call tells. S
 step of an optimizer looks whether it is there.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -23,6 +24,7 @@ from torchinstruments.observe.compiled import outermost_call
 from torchinstruments.observe.fused import may_be_fused
 from torchinstruments.observe.hooks import RootPostHook, RootPreHook, move_to_end, root_pre_hook, take_out
 from torchinstruments.observe.slots import RootSlot, is_slot_free
+from torchinstruments.observe.stack import callers
 from torchinstruments.observe.wrappers import is_compiled_in_place
 from torchinstruments.ranks.step_hooks import StepHooks
 
@@ -148,6 +150,17 @@ class RootWatch:
             self.attach(found, observer)
             self._outer = weakref.ref(found)
         return found
+
+    def is_inside_another(self, module: nn.Module) -> bool:
+        """Returns whether a call of a watched module is part of one of another: of its wrapper (hot path).
+
+        Args:
+            module: What is called.
+        """
+        if len(self._hooks) + len(self._slots) < 2:
+            return False
+        frame = sys._getframe(1)  # noqa: SLF001 - nothing else tells
+        return any(called is not module and self._watches(called) for called in callers(frame))
 
     def put_back(self) -> bool:
         """Puts slots over what has taken their places (training thread, hot path of optimizer steps).

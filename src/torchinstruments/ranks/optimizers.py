@@ -129,6 +129,8 @@ class OptimizerWatch:
         """Told, beside the listener, of every step that the loss scaler skipped (hot path)."""
         self.on_stepped: tuple[Callable[[KnownOptimizer], None], ...] = ()
         """Told of every step of this model's optimizers that ended, last of all (hot path)."""
+        self.on_detached: tuple[Callable[[], None], ...] = ()
+        """Told that no step will be seen any more (any thread)."""
         self.latest: KnownOptimizer | None = None
         """The optimizer of this model whose step began last."""
         self._clock = clock
@@ -157,6 +159,8 @@ class OptimizerWatch:
         self._clock.ask_whether_running(None)
         self._known.clear()
         self.latest = None
+        for told in self.on_detached:
+            told()
 
     def known(self, optimizer: object) -> KnownOptimizer | None:
         """Returns what is known of an optimizer of this model, or None for one of another model.
