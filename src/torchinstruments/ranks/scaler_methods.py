@@ -120,7 +120,7 @@ class _Patches:
         finally:
             self._lock.release()
 
-    def call(  # noqa: C901 - each part that were a function of its own would be a call more
+    def call(
         self,
         name: str,
         original: Callable[..., Any],
