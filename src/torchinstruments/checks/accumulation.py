@@ -3,7 +3,8 @@
 A hook notes which parameter it was called for and does nothing else; everything that costs is done once, at
 the end of the backward, for all of them together. Where nobody has to know which ones those were, it counts,
 and the end is not awaited, unless many were counted since the last step: there may be one among them that
-goes on around all others.
+goes on around all others. Once they were alike for long, one parameter has a hook and all others have none,
+for as long as that one misses nothing (`torchinstruments.checks.lookout`).
 Backwards are told apart by the engine's own number, so that two of disjoint parameters are two, and a layer
 that is used twice is reached once. The inner backwards that reentrant checkpointing makes of one are counted
 as that one.
@@ -22,8 +23,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchinstruments.checks.inventory import Entry
+from torchinstruments.checks.lookout import Lookout
 from torchinstruments.observe.engine import call_at_end_of_backward
-from torchinstruments.observe.hooks import HookThatStays, take_out
+from torchinstruments.observe.hooks import HookThatStays, put_back, take_out
 from torchinstruments.ranks.tracing import runs_for_a_compiler
 from torchinstruments.statistics.isolation import unintercepted
 
@@ -184,10 +186,13 @@ class AccumulationSite:
         """What backwards have reached, by the engine's number: that run, raised, or were only counted."""
         self.counts_only = False
         """Whether of the backwards that begin from here on the number of their gradients is enough."""
+        self.lookout = Lookout()
+        """Says whether all hooks are needed."""
         self._latest = _Latest()
         self.hook = fire_hook(self, self._latest)
         """Of each parameter."""
         self._num_fires = 0
+        self._num_before = 0
         self._positions: dict[int, int] = {}
         self._usual: tuple[list[int], list[int]] = ([], [])
         self._last_nested: int | None = None
@@ -204,6 +209,7 @@ class AccumulationSite:
         self.num_too_deep = former.num_too_deep
         self.num_backwards = former.num_backwards
         self._num_fires = former.num_fires
+        self.lookout.num_missed = former.lookout.num_missed
 
     def attach(
         self, entries: Sequence[Entry], early: frozenset[int] = frozenset()
@@ -234,6 +240,8 @@ class AccumulationSite:
                 self._placed.pop()
                 refused.append((entry, error))
         self.frozen_at_attach = frozenset(frozen)
+        if early:
+            self.lookout.give_up()
         return refused
 
     def detach(self) -> None:
@@ -254,7 +262,7 @@ class AccumulationSite:
         task = graph_task()
         reached = self.running.get(task)
         if reached is None:
-            reached = self._begin(task)
+            reached = self._begin(task, parameter)
         self._latest.reached = reached
         if reached.fired is None:
             reached.number += 1
@@ -283,6 +291,30 @@ class AccumulationSite:
         except Exception as error:  # noqa: BLE001 - nothing may leave a hook
             self._on_error("backward", error)
 
+    def stepped(self) -> None:
+        """Sees to it that as many parameters have a hook as are needed (training thread, hot path)."""
+        lookout = self.lookout
+        lookout.stepped(self.num_backwards)
+        if lookout.is_one_enough:
+            if graph_task() == -1:
+                self._leave_one()
+        elif lookout.needs_all and graph_task() == -1:
+            self._put_all_back()
+
+    def _leave_one(self) -> None:
+        self.lookout.left_one()
+        for reference, hook in list(self._placed):
+            tensor = reference()
+            if tensor is not None and id(tensor) != self.lookout.first:
+                take_out(tensor, hook)
+
+    def _put_all_back(self) -> None:
+        for reference, hook in list(self._placed):
+            tensor = reference()
+            if tensor is not None:
+                put_back(tensor, hook)
+        self.lookout.all_back()
+
     def forget_unfinished(self) -> None:
         """Drops backwards whose end never came: they raised or were counted (training, outside of any)."""
         if self.running and graph_task() == -1:
@@ -291,6 +323,7 @@ class AccumulationSite:
     def _forget(self) -> None:
         """Drops every backward, but what was counted of it."""
         self._num_fires = self.num_fires
+        self._num_before = self._latest.reached.number
         self.running.clear()
         self._latest.reached = _NO_BACKWARD
 
@@ -301,7 +334,7 @@ class AccumulationSite:
         if reached is not None:
             self._num_fires += reached.number
 
-    def _begin(self, task: int) -> Reached:
+    def _begin(self, task: int, parameter: torch.Tensor) -> Reached:
         num_open = len(self.running)
         if num_open >= _MAX_OPEN:
             self._forget_oldest()
@@ -311,6 +344,10 @@ class AccumulationSite:
         if reached is not began:
             return reached
         try:
+            if began.fired is None and not self.lookout.is_over:
+                before = self._latest.reached
+                number = self._num_before if before is _NO_BACKWARD else before.number
+                self.lookout.began(task, id(parameter), is_whole=number == len(self._positions))
             if began.fired is not None or num_open >= _MAX_UNAWAITED:
                 call_at_end_of_backward(partial(self._ended, task))
             self._count()

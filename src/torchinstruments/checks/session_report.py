@@ -22,6 +22,7 @@ from torchinstruments.checks.shared_attempts import SharedAttempts
 from torchinstruments.checks.unseen import (
     UNSEEN_STEP,
     changed_parameters,
+    missed_backwards,
     never_before_write,
     why_never,
     without_attempt,
@@ -167,6 +168,8 @@ class ReportMaker:
                 "grad_magnitude",
                 "clipping_censors: magnitudes are known before clipping only; register the check",
             )
+        for reason in missed_backwards(site):
+            store.add_unavailable("backwards", reason)
         if watch is not None:
             num_forwards = watch.attempts.clock.num_forwards
             for name, reason in without_attempt(num_forwards, watch.visitor.accepted_steps):

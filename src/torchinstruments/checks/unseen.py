@@ -11,7 +11,14 @@ from torchinstruments.checks.check import Check
 from torchinstruments.checks.inventory import PARAMETER, Inventory
 from torchinstruments.checks.visitor import SiteVisitor
 
-__all__ = ["UNSEEN_STEP", "changed_parameters", "never_before_write", "why_never", "without_attempt"]
+__all__ = [
+    "UNSEEN_STEP",
+    "changed_parameters",
+    "missed_backwards",
+    "never_before_write",
+    "why_never",
+    "without_attempt",
+]
 
 _IN_COMPILED = "what torch.compile runs inside a compiled function is not seen"
 UNSEEN_STEP = f"before_the_write_never_ran: no step of the session's optimizers was seen; {_IN_COMPILED}"
@@ -83,6 +90,22 @@ def never_before_write(checks: Sequence[Check], visitor: SiteVisitor | None) -> 
         return ()
     looks = [one for one in checks if one.has_run and type(one).before_write is not Check.before_write]
     return tuple(dict.fromkeys(one.name for one in looks))
+
+
+def missed_backwards(site: AccumulationSite | None) -> Sequence[str]:
+    """Returns what is to be said where the hook that was to tell of every backward may have missed some.
+
+    Args:
+        site: Counts backwards; None where the session was never attached.
+    """
+    number = 0 if site is None else site.lookout.num_missed
+    if not number:
+        return ()
+    reason = (
+        f"up_to_{number}_not_counted: autograd ran {number} times without reaching the parameter that every "
+        f"backward had reached first until then; backwards of this model among them are in no count"
+    )
+    return [reason]
 
 
 def without_attempt(num_forwards: int, num_accepted: int) -> Sequence[tuple[str, str]]:

@@ -227,6 +227,8 @@ class SiteVisitor:
         self.thread = get_ident()
         if len(looks.site.running) >= CROWDED:
             looks.site.forget_unfinished()
+        if looks.site.counts_only and not looks.site.lookout.is_over:
+            looks.site.stepped()
         if known.decides_on_device and not self._decided_to_write(known.reference()):
             return
         self._accepted()
@@ -285,6 +287,8 @@ class SiteVisitor:
         running = looks.site.running
         if running and (len(running) >= CROWDED or not looks.site.counts_only):
             looks.site.forget_unfinished()
+        if looks.site.counts_only and not looks.site.lookout.is_over:
+            looks.site.stepped()
         self.thread = get_ident()
         if self._alarms.awaits_step:
             self._alarms.step_seen()

@@ -24,6 +24,7 @@ from typing import Protocol
 
 import torch
 from torch import compiler, nn
+from torch.utils.hooks import RemovableHandle
 
 from torchinstruments.observe.selection import Layer
 from torchinstruments.observe.stack import is_copy
@@ -40,6 +41,7 @@ __all__ = [
     "RootPreHook",
     "do_nothing",
     "move_to_end",
+    "put_back",
     "root_pre_hook",
     "take_out",
 ]
@@ -155,6 +157,21 @@ def take_out(place: nn.Module | torch.Tensor, hook: object) -> None:
             held: dict[int, object] = getattr(place, kind, None) or {}
             for key in _keys_of(held, hook):
                 held.pop(key, None)
+
+
+def put_back(tensor: torch.Tensor, hook: object) -> None:
+    """Puts a post-accumulate hook that was taken out of a tensor where it was (training thread).
+
+    The tensor may need no gradient any more, and would take no new hook then.
+
+    Args:
+        tensor: Had it.
+        hook: The hook; nothing happens where it is there.
+    """
+    with unintercepted():
+        held: dict[int, object] | None = getattr(tensor, "_post_accumulate_grad_hooks", None)
+        if held is not None and not _keys_of(held, hook):
+            held[RemovableHandle(held).id] = hook
 
 
 def move_to_end(module: nn.Module, hook: object) -> None:
