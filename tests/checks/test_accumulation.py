@@ -257,7 +257,10 @@ def test_a_step_forgets_backwards_that_were_only_counted(checks: bool) -> None:
             optimizer.step()
         assert site.counts_only
         assert not site.running
-        assert session.overhead()["num_accumulation_hooks"] == 3 * 40 * 4
+        # From a step on one parameter has a hook: the first, or the second where the first was awaited.
+        num_with_all = 2 if checks else 1
+        num_fires = num_with_all * 40 * 4 + (3 - num_with_all) * 40
+        assert session.overhead()["num_accumulation_hooks"] == num_fires
 
 
 @pytest.mark.parametrize(

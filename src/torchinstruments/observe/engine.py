@@ -56,7 +56,7 @@ def latest_graph_task() -> int:
     """Returns the last number that the engine gave before it is asked for (any thread).
 
     Outside of a backward it makes the engine traverse one node of its own, and returns that one's number;
-    inside, the one before the current thread's is returned. It takes some ten microseconds.
+    inside, the one before the current thread's is returned. It takes as long as the least backward.
     """
     current = graph_task()
     if current != -1:
