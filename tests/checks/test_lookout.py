@@ -1,6 +1,10 @@
 """One hook in place of many, as long as it tells of every backward."""
 
-from collections.abc import Callable
+import signal
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -80,6 +84,30 @@ def test_more_steps_behind_a_backward_than_ever_before_are_suspicious(most_steps
             assert not lookout.needs_all
     lookout.stepped(2_002)
     assert lookout.needs_all
+
+
+@pytest.mark.parametrize(("is_own", "num_missed"), [(True, 2), (False, 3)])
+def test_what_is_asked_for_tells_of_what_was_left_out_before(is_own: bool, num_missed: int) -> None:
+    """Once; a number that was given for being asked is nobody's backward."""
+    lookout = _learnt()
+    lookout.left_one()
+    last = STREAK + 1
+    for _ in range(2):
+        lookout.passed(last + 3, is_own=is_own)
+        assert (lookout.num_missed, lookout.needs_all) == (num_missed, True)
+    lookout.began(last + 4, 7, is_whole=False)
+    assert lookout.num_missed == num_missed
+
+
+@pytest.mark.parametrize(("task", "is_alike"), [(STREAK, True), (STREAK + 1, False)])
+def test_what_others_ask_for_changes_nothing_that_is_learnt(task: int, is_alike: bool) -> None:
+    """Unless there was something else before it."""
+    lookout = _learnt(range(STREAK))
+    lookout.passed(task, is_own=True)
+    lookout.began(task + 1, 7, is_whole=True)
+    lookout.began(task + 2, 7, is_whole=True)
+    assert lookout.is_one_enough == is_alike
+    assert lookout.num_missed == 0
 
 
 def _check_nothing(_session: ChecksSession) -> None:
@@ -245,4 +273,121 @@ def test_hooks_of_the_program_stay_where_they_are() -> None:
     assert calls == [4 * 2 * LONG]
     for handle in handles:
         handle.remove()
+    assert _hooked(model) == []
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_what_passed_by_last_is_told_too(steps: int) -> None:
+    """No later backward has to come for it, nor a step."""
+    model = mlp()
+    with ChecksSession(model, scaler=None) as session:
+        optimizer = train(model, steps=LONG)
+        model[1].requires_grad_(False)
+        for _ in range(7):
+            model(batch()).sum().backward()
+        for _ in range(steps):
+            optimizer.step()
+        assert _missed(session) == ["up_to_7_not_counted"]
+        if steps:
+            model(batch()).sum().backward()
+        assert _missed(session) == ["up_to_7_not_counted"]
+        assert session.report().counters["backwards"] == LONG + steps
+    mlp()(batch()).sum().backward()
+    assert session.final_report is not None
+    assert session.final_report.counters["backwards"] == LONG + steps
+    assert _missed(session) == ["up_to_7_not_counted"]
+
+
+def test_what_passed_by_before_a_detach_is_told_behind_it() -> None:
+    """The hooks that would have told are gone by then."""
+    model = mlp()
+    session = ChecksSession(model, scaler=None).attach()
+    train(model, steps=LONG)
+    model[0](batch()).sum().backward()
+    session.detach()
+    model(batch()).sum().backward()
+    assert _missed(session) == ["up_to_1_not_counted"]
+
+
+def test_a_report_inside_of_a_backward_does_not_count_this_one() -> None:
+    """Of which a hook is about to tell."""
+    model, missed = mlp(), list[str]()
+    with ChecksSession(model, scaler=None) as session:
+        optimizer = train(model, steps=LONG)
+        output = model(batch())
+        output.register_hook(lambda _gradient: missed.extend(_missed(session)))
+        output.sum().backward()
+        optimizer.step()
+        assert _hooked(model) == ["1.bias"]
+    assert missed == _missed(session) == []
+    assert session.report().counters["backwards"] == LONG + 1
+
+
+def test_reports_are_nothing_that_is_missed() -> None:
+    """Neither by the session that makes them nor by another one, whether it has learnt or not."""
+    model = mlp()
+    with ChecksSession(model, scaler=None) as session:
+        optimizer = train(model, steps=LONG)
+        assert _hooked(model) == ["1.bias"]
+        with ChecksSession(model, scaler=None) as second:
+            for _ in range(LONG):
+                train(model, optimizer, steps=1)
+                session.report()
+                second.report()
+            assert [len(one._post_accumulate_grad_hooks) for one in model.parameters()] == [0, 0, 0, 2]
+    for one, number in ((session, 2 * LONG), (second, LONG)):
+        assert one.report().counters["backwards"] == number
+        assert _missed(one) == []
+
+
+@contextmanager
+def _signal_at(name: str, number: int, handle: Callable[[], None]) -> Generator[None]:
+    """Handles a signal where a function is about to be called for the so-manieth time, or has just been."""
+    seen = 0
+
+    def profile(frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal seen
+        if event in {"call", "return"} and frame.f_code.co_name == name:
+            seen += 1
+            if seen == number:
+                signal.raise_signal(signal.SIGUSR1)
+
+    former = signal.signal(signal.SIGUSR1, lambda *_: handle())
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGUSR1, former)
+    assert seen >= number
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_no_hook_comes_back_behind_a_detach(number: int) -> None:
+    """Which the handler of a signal may ask for while they do."""
+    model = mlp()
+    session = ChecksSession(model, scaler=None).attach()
+    optimizer = train(model, steps=LONG)
+    model[1].requires_grad_(False)
+    with _signal_at("put_back", number, session.detach):
+        train(model, optimizer, steps=1)
+    assert _hooked(model) == []
+    assert _missed(session) == ["up_to_1_not_counted"]
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_an_interrupt_while_hooks_come_back_loses_and_doubles_none(number: int) -> None:
+    """The next step goes on with it."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    model = mlp()
+    with ChecksSession(model, scaler=None):
+        optimizer = train(model, steps=LONG)
+        model[1].requires_grad_(False)
+        with pytest.raises(KeyboardInterrupt), _signal_at("put_back", number, interrupt):
+            train(model, optimizer, steps=1)
+        train(model, optimizer, steps=1)
+        assert [len(one._post_accumulate_grad_hooks) for one in model.parameters()] == [1, 1, 1, 1]
     assert _hooked(model) == []

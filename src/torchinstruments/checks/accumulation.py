@@ -23,8 +23,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchinstruments.checks.inventory import Entry
-from torchinstruments.checks.lookout import Lookout
-from torchinstruments.observe.engine import call_at_end_of_backward
+from torchinstruments.checks.lookout import Lookout, passed
+from torchinstruments.observe.engine import call_at_end_of_backward, latest_graph_task
 from torchinstruments.observe.hooks import HookThatStays, put_back, take_out
 from torchinstruments.ranks.tracing import runs_for_a_compiler
 from torchinstruments.statistics.isolation import unintercepted
@@ -246,12 +246,12 @@ class AccumulationSite:
 
     def detach(self) -> None:
         """Takes every hook out again. Idempotent."""
+        self._is_over = True
         for reference, hook in list(self._placed):
             tensor = reference()
             if tensor is not None:
                 take_out(tensor, hook)
         self._placed.clear()
-        self._is_over = True
         self._forget()
         self._usual = [], []
 
@@ -313,7 +313,26 @@ class AccumulationSite:
             tensor = reference()
             if tensor is not None:
                 put_back(tensor, hook)
+                if self._is_over:
+                    # What handles a signal, or another thread, detached meanwhile.
+                    take_out(tensor, hook)
+                    return
         self.lookout.all_back()
+
+    def catch_up(self, *, is_final: bool = False) -> None:
+        """Takes what was traversed since the last backward that was heard of; it never raises (any thread).
+
+        Args:
+            is_final: Whether hooks tell of nothing from here on.
+        """
+        try:
+            if self.lookout.may_have_missed:
+                is_own = graph_task() == -1
+                passed(latest_graph_task(), is_own=is_own)
+        except Exception as error:  # noqa: BLE001 - a report is made all the same
+            self._on_error("backward", error)
+        if is_final:
+            self.lookout.give_up()
 
     def forget_unfinished(self) -> None:
         """Drops backwards whose end never came: they raised or were counted (training, outside of any)."""

@@ -8,9 +8,11 @@ or a backward of this one which did not reach that parameter. How many there wer
 from there on all hooks are needed, for good. So they are where steps come behind no backward.
 """
 
+import threading
+import weakref
 from enum import Enum
 
-__all__ = ["STREAK", "Lookout"]
+__all__ = ["STREAK", "Lookout", "passed"]
 
 STREAK = 32
 """Backwards in a row that have to be alike before the hook of one parameter is enough."""
@@ -42,6 +44,8 @@ class Lookout:
         self._num_backwards = -1
         self._num_steps = 0
         self._most_steps = 1
+        with _lock:
+            _followers.add(self)
 
     @property
     def is_over(self) -> bool:
@@ -52,6 +56,11 @@ class Lookout:
     def is_one_enough(self) -> bool:
         """Whether all hooks are there and the one of `first` would do (training thread, hot path)."""
         return self._state is _LEARNING and self._streak >= STREAK
+
+    @property
+    def may_have_missed(self) -> bool:
+        """Whether something may have been traversed of which it has not heard yet (any thread)."""
+        return self._state not in {_LEARNING, _OVER}
 
     @property
     def needs_all(self) -> bool:
@@ -79,6 +88,24 @@ class Lookout:
             self._state = _OVER
         elif num_between != 0:
             self._state = _UNSURE
+
+    def passed(self, task: int, *, is_own: bool) -> None:
+        """Takes that the engine has given a number (any thread).
+
+        Args:
+            task: The number.
+            is_own: Whether it was given for being asked, so that nothing was missed there.
+        """
+        num_missed = task - self._task - is_own
+        self._task = max(task, self._task)
+        if num_missed <= 0:
+            return
+        if self._state is _LEARNING:
+            self._streak = 0
+        elif self._state is not _OVER:
+            self.num_missed += num_missed
+            if self._state is _ALONE:
+                self._state = _UNSURE
 
     def stepped(self, num_backwards: int) -> None:
         """Takes a step (training thread, hot path).
@@ -109,3 +136,21 @@ class Lookout:
     def give_up(self) -> None:
         """Takes that all hooks have to stay (training thread)."""
         self._state = _OVER
+
+
+_followers: weakref.WeakSet[Lookout] = weakref.WeakSet()
+# What handles a signal may come in between, and ask too.
+_lock = threading.RLock()
+
+
+def passed(task: int, *, is_own: bool) -> None:
+    """Tells every lookout of the process that the engine has given a number (any thread).
+
+    Args:
+        task: The number.
+        is_own: Whether the engine gave it for being asked, so that nothing was missed there.
+    """
+    with _lock:
+        followers = list(_followers)
+    for follower in followers:
+        follower.passed(task, is_own=is_own)

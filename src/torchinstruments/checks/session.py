@@ -228,6 +228,7 @@ class ChecksSession(Registrars):
         if self._finalizer is not None:
             self._finalizer.detach()
         _detach_all(watch.attempts, watch.site, steps)
+        watch.site.catch_up(is_final=True)
         self._ledger.settle(final=True)
         try:
             # What is open is judged as it is, before the checks let go of the model.
@@ -357,6 +358,7 @@ class ChecksSession(Registrars):
             # Another thread may not judge what the one that trains is about to.
             if watch is not None:
                 watch.visitor.settle()
+                watch.site.catch_up()
             self._ledger.settle()
         return self._reports.make(
             reason,

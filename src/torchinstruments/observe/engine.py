@@ -14,6 +14,7 @@ from torch.autograd import Variable
 from torch.fx import _symbolic_trace
 
 from torchinstruments.ranks import pipelining
+from torchinstruments.statistics.isolation import isolated, unintercepted
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -25,6 +26,7 @@ __all__ = [
     "is_capturing_graph",
     "is_in_backward",
     "keeps_graph",
+    "latest_graph_task",
     "rehearsal",
     "run_while_traced",
     "tracing",
@@ -48,6 +50,28 @@ call_at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execut
 Called from such a function, it calls after everything that was queued before: after the reducer of DDP has
 written the gradients, for one. Where no backward is running it raises a `RuntimeError`.
 """
+
+
+def latest_graph_task() -> int:
+    """Returns the last number that the engine gave before it is asked for (any thread).
+
+    Outside of a backward it makes the engine traverse one node of its own, and returns that one's number;
+    inside, the one before the current thread's is returned. It takes as long as the least backward.
+    """
+    current = graph_task()
+    if current != -1:
+        return current - 1
+    numbers: list[int] = []
+
+    def note(_gradient: torch.Tensor) -> None:
+        numbers.append(graph_task())
+
+    with unintercepted(), isolated("cpu"), torch.inference_mode(mode=False), torch.enable_grad():
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
+        result = leaf.view_as(leaf)
+        result.register_hook(note)
+        torch.autograd.grad(result, leaf, torch.zeros((), device="cpu"))
+    return numbers[0]
 
 
 def is_in_backward() -> bool:

@@ -160,9 +160,10 @@ def take_out(place: nn.Module | torch.Tensor, hook: object) -> None:
 
 
 def put_back(tensor: torch.Tensor, hook: object) -> None:
-    """Puts a post-accumulate hook that was taken out of a tensor where it was (training thread).
+    """Puts a post-accumulate hook back that was taken out of a tensor (training thread).
 
-    The tensor may need no gradient any more, and would take no new hook then.
+    It comes behind those that are there. The tensor may need no gradient any more, and would take no new hook
+    then.
 
     Args:
         tensor: Had it.
