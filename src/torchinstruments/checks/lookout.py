@@ -8,6 +8,7 @@ or a backward of this one which did not reach that parameter. How many there wer
 from there on all hooks are needed, for good. So they are where steps come behind no backward.
 """
 
+import os
 import threading
 import weakref
 from enum import Enum
@@ -154,3 +155,12 @@ def passed(task: int, *, is_own: bool) -> None:
         followers = list(_followers)
     for follower in followers:
         follower.passed(task, is_own=is_own)
+
+
+def _free_lock() -> None:
+    """Does without a lock that a thread of the parent may hold (forked child)."""
+    global _lock  # noqa: PLW0603 - a lock cannot be freed by another thread
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_free_lock)
