@@ -201,6 +201,16 @@ def test_gradients_that_are_only_counted_are_counted_while_the_backward_runs(wat
     assert seen == [1, 2, 3, 4]
 
 
+def test_a_gradient_that_is_looked_at_when_it_comes_keeps_every_hook() -> None:
+    """Where ranks reduce it in place it is another one when the backward ends; without one, hooks may go."""
+    model = mlp()
+    for early in (frozenset[int](), frozenset({0})):
+        site = AccumulationSite(_Listener(), int, _fail)
+        site.attach(Inventory(model).parameters, early)
+        assert site.lookout.is_over == bool(early)
+        site.detach()
+
+
 def test_many_backwards_are_counted_in_bounded_memory_beside_one_that_goes_on(watched: Watched) -> None:
     """A hundred of one layer inside a backward of both, which is one all the same."""
     model, site, listener = watched

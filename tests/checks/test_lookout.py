@@ -391,3 +391,35 @@ def test_an_interrupt_while_hooks_come_back_loses_and_doubles_none(number: int) 
         train(model, optimizer, steps=1)
         assert [len(one._post_accumulate_grad_hooks) for one in model.parameters()] == [1, 1, 1, 1]
     assert _hooked(model) == []
+
+
+def test_hooks_neither_go_nor_come_back_inside_a_backward() -> None:
+    """A step that an optimizer makes in one leaves them as they are; the next one outside does not."""
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    seen: list[int] = []
+
+    def num_hooks() -> int:
+        return sum(len(one._post_accumulate_grad_hooks or ()) for one in model.parameters())
+
+    def step(_parameter: torch.Tensor) -> None:
+        optimizer.step()
+        seen.append(num_hooks())
+
+    with ChecksSession(model, scaler=None) as session:
+        hook = model[0].weight.register_post_accumulate_grad_hook(step)
+        for _ in range(LONG):
+            model(batch()).sum().backward()
+        assert set(seen) == {4 + 1}
+        optimizer.step()
+        assert num_hooks() == 1 + 1
+        model[1](batch().requires_grad_()).sum().backward()
+        model[0](batch()).sum().backward()
+        seen.clear()
+        model(batch()).sum().backward()
+        assert seen == [1 + 1]
+        hook.remove()
+        optimizer.step()
+        assert num_hooks() == 4
+        assert session.report().counters["backwards"] == LONG + 2
+        assert _missed(session) == ["up_to_1_not_counted"]
