@@ -174,6 +174,21 @@ def test_steps_count_after_the_observer_has_ended(observed, checks):
     assert (report.counters["accepted_steps"], report.findings) == (8, ())
 
 
+@pytest.mark.parametrize("checks", [False, True])
+def test_of_the_optimizers_that_an_observer_sees_those_that_were_named_are_counted(observed, checks):
+    """The observer's watch tells of each step of the model, the session counts its own."""
+    model, _ = observed
+    named, other = SGD(model[0].parameters(), lr=0.1), SGD(model[1].parameters(), lr=0.1)
+    session = ChecksSession(model, named, scaler=None)
+    if checks:
+        session.register_nonfinite_param_check()
+    with session:
+        train(model, named, steps=2)
+        other.step()
+        train(model, named, steps=1)
+    assert session.report().counters["accepted_steps"] == 3
+
+
 def test_two_sessions_have_an_entry_each(observed):
     """In the order in which they were attached; neither takes the other's skips away."""
     model, folder = observed
